@@ -1258,7 +1258,7 @@ class Learner(Loop):
         and the callbacks' states are compared. A difference means that some state is not part of the checkpoint. A
         callback includes its state by `state_dict` and `load_state_dict`. The result then also names what a checkpoint
         does not hold: values that a callback without these methods keeps (an iterator, an open file), and attributes of
-        modules, of the Learner, of callbacks and of the data that differ.
+        modules and of the Learner that differ.
 
         All state is restored, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are left out, and
         files saved below `learn.path` are written to a temporary folder. Raises `FitError` for invalid numbers of

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
+from learnkit.core.plain import is_dense
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
 from learnkit.core.validation import check_count
@@ -25,9 +26,6 @@ __all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
 
 # entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp in any entry
 WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
-
-# sections of a checkpoint in the order of differences: the most useful first, random generators last
-SECTIONS = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'callbacks', 'loop', 'position')
 
 KeyPath = tuple[Any, ...]  # keys that lead to a value
 
@@ -62,7 +60,7 @@ def differences(
     leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude, as for `digest`
     limit: int = 20,  # maximum number of lines
 ) -> list[str]:
-    """Return a line for each entry in which two states differ, the model's first.
+    """Return a line for each entry in which two states differ.
 
     The list is empty if the digests are equal. Raises `OptionError` for a `limit` below 1.
 
@@ -75,8 +73,7 @@ def differences(
     """
     check_count('limit', limit)
     leave_out = [*leave_out]
-    found = [*_compare(_leave_out(first, leave_out), _leave_out(second, leave_out), ())]
-    found.sort(key=lambda line: _rank_section(line[0]))
+    found = _compare(_leave_out(first, leave_out), _leave_out(second, leave_out), ())
     lines = [_format_line(key_path, text) for key_path, text in found]
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
 
@@ -198,29 +195,18 @@ def _make_head(kind: bytes, length: int) -> bytes:
 
 
 def _encode_tensor(t: Tensor, key_path: KeyPath) -> Iterator[Any]:
-    t = _copy_to_host(t, key_path)
-    if t.is_sparse:
-        sparse = (b'sparse', list(t.shape), t.indices(), t.values())
-        yield from _encode_pieces(sparse, key_path)
-        return
-    content = _view_bytes(t).reshape(-1)
+    content = _view_bytes(_copy_to_host(t, key_path)).reshape(-1)
     yield _make_head(b'A', len(content)) + _encode((_get_dtype(t), list(t.shape)), key_path)
     yield content.numpy()
 
 
 def _copy_to_host(t: Tensor, key_path: KeyPath) -> Tensor:
-    "Return a contiguous or coalesced tensor on the CPU. Raises `OptionError` for tensors without readable values."
-    problem = ''
-    if is_lazy(t) or t.is_meta:
-        problem = 'has no values yet'
-    elif t.is_quantized:
-        problem = 'is quantized'
-    elif t.layout not in (torch.strided, torch.sparse_coo):
-        problem = f'is {t.layout}'
-    if problem:
-        raise OptionError(f'{_format_keys(key_path)} is a tensor that {problem}: it has no digest.')
-    t = t.detach().cpu()
-    return t.coalesce() if t.is_sparse else t.resolve_conj().resolve_neg().contiguous()
+    "Return a contiguous tensor on the CPU. Raises `OptionError` for tensors without readable values."
+    if is_lazy(t) or not is_dense(t):
+        raise OptionError(
+            f'{_format_keys(key_path)} is a tensor without values, or a {t.layout} one: it has no digest.'
+        )
+    return t.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -240,7 +226,9 @@ def _compare(a: Any, b: Any, key_path: KeyPath) -> Iterator[tuple[KeyPath, str]]
         if text:
             yield key_path, text
     elif _encode(a, key_path) != _encode(b, key_path):
-        yield key_path, _describe_values(a, b)
+        is_same_kind = type(a) is type(b)
+        texts = [_describe(v) + ('' if is_same_kind else _describe_kind(v)) for v in (a, b)]
+        yield key_path, ' and '.join(texts)
 
 
 def _compare_dicts(
@@ -277,11 +265,8 @@ def _compare_lists(
 
 def _compare_tensors(a: Tensor, b: Tensor) -> str:
     "Return a description of the difference of two tensors, an empty string if they are equal."
-    if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
-        return f'{_describe_tensor(a)} and {_describe_tensor(b)}'
-    if a.is_sparse:
-        is_equal = _encode(a, ()) == _encode(b, ())
-        return '' if is_equal else f'sparse {_describe_tensor(a)}, indices or values differ'
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f'{_describe(a)} and {_describe(b)}'
     indices = (_view_bytes(a) != _view_bytes(b)).any(1).nonzero().flatten()
     if not len(indices):
         return ''
@@ -301,18 +286,15 @@ def _view_bytes(t: Tensor) -> Tensor:
     return t.reshape(-1).view(torch.uint8).reshape(t.numel(), t.itemsize)
 
 
-def _describe_values(a: Any, b: Any) -> str:
-    if type(a) is type(b):
-        return f'{_shorten(a)} and {_shorten(b)}'
-    return ' and '.join(
-        _describe_tensor(v) if isinstance(v, Tensor) else f'{_shorten(v)} ({type(v).__name__})'
-        for v in (a, b)
-    )
-
-
-def _shorten(value: Any) -> str:
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f'{_get_dtype(value)} {list(value.shape)}'
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
+
+
+def _describe_kind(value: Any) -> str:
+    return '' if isinstance(value, Tensor) else f' ({type(value).__name__})'
 
 
 def _format_number(t: Tensor) -> str:
@@ -321,18 +303,8 @@ def _format_number(t: Tensor) -> str:
     return str(t.numpy()[()])
 
 
-def _describe_tensor(t: Tensor) -> str:
-    return f'{_get_dtype(t)} {list(t.shape)}'
-
-
 def _get_dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix('torch.')
-
-
-def _rank_section(key_path: KeyPath) -> int:
-    "Return the rank of a section in the order of differences."
-    section = key_path[0] if key_path else ''
-    return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS) + (section == 'rng')
 
 
 def _format_line(key_path: KeyPath, text: str) -> str:

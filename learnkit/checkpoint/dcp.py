@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
+from learnkit.checkpoint.file import damaged_error, shorten_error
+from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
 from learnkit.distributed.comm import Comm
@@ -134,27 +135,23 @@ class Writers:
             raise CheckpointError(f'{folder} was not written by {", ".join(errors)}.') from None
 
     def _create_folder(self, folder: Path) -> None:
-        if not self.world.is_first:
-            return
-        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted write
-        folder.mkdir(parents=True)
+        if self.world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted write
+            folder.mkdir(parents=True)
 
     def _describe_files(self, folder: Path) -> dict[str, Any]:
         "Return size and digest of each file by its name; every rank reads its own files."
-        own = [
-            *folder.glob(f'__{self.world.rank}_*'),
-            *[folder / '.metadata'] * self.world.is_first,
-        ]
+        own = [*folder.glob(f'__{self.world.rank}_*')]
+        if self.world.is_first:
+            own.append(folder / '.metadata')
         files: dict[str, Any] = {}
         for described in self.world.gather({path.name: describe_file(path) for path in own}):
             files |= described
-        self.world.run_on_all(lambda: self._check_files(folder, files))
+        self.world.run_on_all(lambda: self.world.is_first and self._check_files(folder, files))
         return files
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
-        "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
-        if not self.world.is_first:
-            return
+        "Raise `CheckpointError` unless this rank, the first, sees the files of all ranks."
         flush_folder(folder)
         missing = [
             name for name, (size, _) in files.items() if not file_has_size(folder / name, size)
@@ -187,11 +184,13 @@ def load_parts(
     path: Path,  # file of the checkpoint
     mesh: DeviceMesh | None = None,  # CPU mesh: read this rank's shards; None: read full tensors
 ) -> Mapping[str, Any]:
-    """Return a checkpoint's state with the tensors of its folder.
+    """Return a checkpoint's state with the tensors of its folder, if the checkpoint has one.
 
     Any number of ranks may have written the files. Each rank reads the rows that it needs, without communication.
     Raises `DamagedError` for files that cannot be read.
     """
+    if 'parts' not in state:
+        return state
     places = state['parts']['places']
     full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
     try:
@@ -199,8 +198,7 @@ def load_parts(
         for place in places:
             full_state = replace_at(full_state, place, tensors[make_part_name(place)])
     except Exception as e:  # arbitrary bytes raise almost any type of error
-        reason = next(iter(str(e).splitlines()), type(e).__name__)
-        raise damaged_error(path, f'has parts that cannot be read: {reason}') from None
+        raise damaged_error(path, f'its parts cannot be read: {shorten_error(e)}') from None
     return full_state
 
 
@@ -213,12 +211,12 @@ def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[s
     tensors: dict[str, Any] = {}
     for name in names:
         described = metadata.state_dict_metadata[name]
-        size = described.size
-        dtype = described.properties.dtype
-        if mesh is None:
-            tensors[name] = torch.empty(size, dtype=dtype)
-        else:
-            tensors[name] = empty_on_host([*size], dtype, mesh)
+        size, dtype = described.size, described.properties.dtype
+        is_full = mesh is None
+        tensors[name] = (
+            torch.empty(size, dtype=dtype) if is_full else empty_on_host([*size], dtype, mesh)
+        )
+    # not by torch's `load`, which would run any pickle in `.metadata`
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner = DefaultLoadPlanner()

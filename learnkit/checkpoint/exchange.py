@@ -84,17 +84,13 @@ def _collect_config(learn: LearnerLike) -> dict[str, Any]:
 class MissingLoader:
     "Placeholder for the training loader of a Learner without data; raises `EmptyLoaderError` when used."
 
-    def __len__(self) -> int:
-        raise self._error()
-
     def __iter__(self) -> Iterator[Any]:
-        raise self._error()
-
-    def _error(self) -> EmptyLoaderError:
-        return EmptyLoaderError(
+        raise EmptyLoaderError(
             'This Learner was loaded without data: pass them, `load_learner(path, model=..., '
             'dls=dls)`, or set `learn.dls`.'
         )
+
+    __len__: Any = __iter__
 
 
 class MissingData(DataLoaders):
@@ -148,23 +144,15 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     model_config = config.get('model_config', {})
-    name = config.get('model')
     arguments = ', '.join(f'{k}={v!r}' for k, v in model_config.items())
-    if model is None:
-        build = name
-        remark = ''
-        if hasattr(nn, str(name)):  # a container such as nn.Sequential does not build the model
-            build = 'build'
-            remark = f', your function that returns the {name}'
+    if not callable(model):
+        name = config.get('model')
+        # a container such as nn.Sequential does not build the model
+        build = 'build' if hasattr(nn, str(name)) else name
         raise OptionError(
             f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
             f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
-            f'`{build}({arguments})`{remark}.'
-        )
-    if not callable(model):
-        raise OptionError(
-            f'model={model!r} is neither a model nor something that builds one: give its '
-            'class, a function that returns it, or the nn.Module itself.'
+            f'`{build}({arguments})`, which returns the {name}; this is model={model!r}.'
         )
     try:
         built = model(**model_config)

@@ -29,6 +29,8 @@ from learnkit.core.plain import identify_memory, is_dense
 
 __all__ = [
     'FORMAT',
+    'damaged_error',
+    'shorten_error',
     'write_state',
     'write_tensors',
     'read_state',
@@ -87,7 +89,10 @@ def write_state(
         }
         with atomic_write(path) as tmp:
             write_tensors(tmp, packer.tensors, metadata)
-            _write_digest(tmp)
+            with tmp.open('rb+') as f:
+                start, digest = _hash_file(f, '0' * 64)
+                f.seek(start)
+                f.write(digest.encode())
     except (ValueError, TypeError, RecursionError) as e:
         raise CheckpointError(f'{path} was not written: {e}.') from None
     except OSError as e:
@@ -116,13 +121,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     except SafetensorError as e:
         raise OSError(f'{path} cannot be written: {e}') from None
     path.chmod(mode)  # the library's own file can be read by its owner only
-
-
-def _write_digest(path: Path) -> None:
-    with path.open('rb+') as f:
-        start, digest = _hash_file(f, '0' * 64)
-        f.seek(start)
-        f.write(digest.encode())
 
 
 def _hash_file(f: BinaryIO, digest: str) -> tuple[int, str]:
@@ -166,7 +164,7 @@ class _Packer:
             items = [self.pack(v, (*key_path, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else {'$tuple': items}
         raise ValueError(
-            f'the state has a {kind.__name__}{_describe_keys(key_path)}. Keep tensors, numbers, strings, '
+            f'the state has a {kind.__name__} at {_format_keys(key_path)}. Keep tensors, numbers, strings, '
             'bytes, None, and lists, tuples or dicts of them'
         )
 
@@ -174,7 +172,7 @@ class _Packer:
         for key in value:
             if type(key) not in _ATOMS:
                 raise ValueError(
-                    f'the state has a key that is a {type(key).__name__}{_describe_keys(key_path)}. Keep '
+                    f'the state has a key that is a {type(key).__name__} at {_format_keys(key_path)}. Keep '
                     'strings or numbers as keys'
                 )
         packed = [[key, self.pack(v, (*key_path, key))] for key, v in value.items()]
@@ -186,8 +184,8 @@ class _Packer:
         "Return the name of a stored tensor, and store it if it is new."
         if type(t) not in (Tensor, nn.Parameter) or not is_dense(t):
             raise ValueError(
-                f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
-                f'{_describe_keys(key_path)}. Keep plain, dense tensors in states'
+                f'the state has a {type(t).__name__} ({t.layout}, {t.device}) at {_format_keys(key_path)}. '
+                'Keep plain, dense tensors in states'
             )
         t = t.detach().resolve_conj().resolve_neg()
         memory = identify_memory(t)
@@ -214,10 +212,9 @@ class _Packer:
         return name
 
 
-def _describe_keys(key_path: tuple[Any, ...]) -> str:
+def _format_keys(key_path: tuple[Any, ...]) -> str:
     "Return the position of a value in the state, shortened, because keys may have any length."
-    keys = ''.join(f'[{ascii(key)[:60]}]' for key in key_path[:8])
-    return f' at {keys}' if keys else ''
+    return ''.join(f'[{ascii(key)[:60]}]' for key in key_path[:8])
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -240,16 +237,14 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
     except (OSError, MemoryError):
         raise
     except Exception as e:  # the library's errors have no common base class
-        raise _make_damaged_error(path, f'it cannot be read: {_shorten_error(e)}') from None
+        raise damaged_error(path, f'it cannot be read: {shorten_error(e)}') from None
     if digest != metadata['sha256']:
-        raise _make_damaged_error(
-            path, 'its digest differs: bytes have changed since it was written'
-        )
+        raise damaged_error(path, 'its digest differs: bytes have changed since it was written')
     _check_format(info['format'], path)
     try:
         return _unpack_state(metadata, tensors), info
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
-        raise _make_damaged_error(path, f'its state cannot be read: {_shorten_error(e)}') from None
+        raise damaged_error(path, f'its state cannot be read: {shorten_error(e)}') from None
 
 
 def read_tensors(
@@ -274,24 +269,17 @@ def read_info(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     path.stat()  # raises `FileNotFoundError`
     if not path.is_file():
-        raise _make_damaged_error(
-            path, 'it is not a regular file'
-        )  # reading a pipe would wait forever
+        raise damaged_error(path, 'it is not a regular file')  # reading a pipe would wait forever
     try:
         with safe_open(path, framework='pt') as file:
             metadata = file.metadata() or {}
-    except SafetensorError as e:
-        raise _make_damaged_error(
-            path, f'it was cut short, or is another kind of file ({_shorten_error(e)})'
-        ) from None
-    if 'learnkit' not in metadata:
-        raise _make_damaged_error(
-            path, 'it is another kind of file. Weights are loaded by `learn.load(path)`'
-        )
-    try:
         return {'format': int(metadata['learnkit']), **json.loads(metadata['info'])}
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise _make_damaged_error(path, f'its info cannot be read: {_shorten_error(e)}') from None
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise damaged_error(
+            path,
+            f'it was cut short, or is another kind of file ({shorten_error(e)}). Weights are loaded by '
+            '`learn.load(path)`',
+        ) from None
 
 
 def is_state_file(path: Path) -> bool:
@@ -349,18 +337,16 @@ def _check_format(found: int, path: Path) -> None:
         return
     fix = 'update learnkit'
     if found < FORMAT:
-        fix = (
-            'it was written by an older learnkit. Resume it with that version, or save its weights there by '
-            '`learn.save` and load them here by `learn.load`'
-        )
+        fix = 'it was written by an older learnkit. Resume it there, or save its weights by `learn.save`'
     raise CheckpointError(f'{path} has format {found}, and this version reads {FORMAT}: {fix}.')
 
 
-def _make_damaged_error(path: Path, what: str) -> DamagedError:
+def damaged_error(path: Path, what: str) -> DamagedError:
+    "Return the error for a damaged checkpoint."
     return DamagedError(f'{path} is not a whole checkpoint: {what}. Nothing was loaded.')
 
 
-def _shorten_error(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     "Return the message of an error, shortened and printable, because it may quote the file."
     lines = str(error).splitlines() or [type(error).__name__]
     return ascii(lines[0][:200])[1:-1]

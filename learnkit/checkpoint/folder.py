@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from learnkit.checkpoint.file import read_info, read_state
+from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.files import as_local_path, flush_file, flush_folder
 from learnkit.core.learner_type import LearnerLike
@@ -26,7 +26,6 @@ __all__ = [
     'Entry',
     'Found',
     'check_files',
-    'damaged_error',
     'describe_file',
     'entries',
     'file_has_size',
@@ -161,9 +160,10 @@ def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
     if not candidates and which is True:
         return None
     if not candidates:
-        raise CheckpointError(
-            f'There is no checkpoint in {folder.absolute()}.{_explain_missing(checkpoints, which)}'
-        )
+        hint = ' The callback `Checkpoint()` writes them to its `folder`.'
+        if checkpoints:
+            hint = " None has a monitored value: use `Checkpoint(monitor=...)`, or 'latest'."
+        raise CheckpointError(f'There is no checkpoint in {folder.absolute()}.{hint}')
     errors: list[str] = []
     for e in candidates:
         try:
@@ -175,10 +175,9 @@ def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
             summary = f'Damaged checkpoints were skipped; {e.path.name} is used.'
             warn_user('\n  '.join([summary, *errors]))
         return found
-    subject = 'Every checkpoint with a monitored value' if which == 'best' else 'Every checkpoint'
     summary = (
-        f'{subject} in {folder.absolute()} is damaged. To start afresh, leave out '
-        '`resume`, or use another folder.'
+        f'Every checkpoint in {folder.absolute()} is damaged. To start afresh, leave out `resume`, or use another '
+        'folder.'
     )
     raise CheckpointError('\n  '.join([summary, *errors]))
 
@@ -190,19 +189,11 @@ def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dic
     return state, info
 
 
-def _explain_missing(checkpoints: list[Entry], which: Any) -> str:
-    if which == 'best' and checkpoints:
-        return " None has a monitored value: use `Checkpoint(monitor=...)`, or 'latest'."
-    return ' The callback `Checkpoint()` writes them to its `folder`.'
-
-
-def _load_path(path: Path, folder: Path, digests: bool) -> Found:
+def _load_path(path: Path, folder: Path, digests: bool) -> Found | None:
     if not path.exists() and (folder / path).exists():
         path = folder / path
     if path.is_dir():
-        found = _find_undamaged(path, 'latest', digests)
-        assert found is not None  # `_find_undamaged` returns None only for `which=True`
-        return found
+        return _find_undamaged(path, 'latest', digests)
     if not path.exists():
         names = [e.path.name for e in entries(folder)]
         suggestion = did_you_mean(path.name, ['latest', 'best', *names])
@@ -226,10 +217,7 @@ def describe_file(path: Path) -> list[Any]:
 
 def file_has_size(path: Path, size: int) -> bool:
     "Return True if a file exists and has the given size in bytes."
-    try:
-        return path.is_file() and path.stat().st_size == size
-    except OSError:
-        return False
+    return path.is_file() and path.stat().st_size == size
 
 
 def check_files(
@@ -245,18 +233,13 @@ def check_files(
             file = folder / name
             problem = ''
             if not file.resolve().is_relative_to(folder.resolve()):
-                raise damaged_error(path, f'names a file {ascii(name)[:80]}')
+                raise damaged_error(path, f'it names a file {ascii(name)[:80]}')
             if not file_has_size(file, size):
                 problem = 'is missing or was cut short'
             elif digests and describe_file(file)[1] != digest:
                 problem = 'has another digest: bytes have changed'
             if problem:
-                raise damaged_error(path, f'belongs to {folder.name}/{name}, which {problem}')
-
-
-def damaged_error(path: Path, what: str) -> DamagedError:
-    "Return the error for a damaged checkpoint."
-    return DamagedError(f'{path} {what}. Nothing was loaded.')
+                raise damaged_error(path, f'{folder.name}/{name} {problem}')
 
 
 def has_own_files(cb: Any) -> bool:

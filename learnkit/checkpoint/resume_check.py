@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,15 +35,8 @@ from learnkit.engine.snapshot import restored
 
 __all__ = ['ResumeCheck', 'check_resume']
 
-LOADER_PARTS = ('dataset', 'sampler', 'batch_sampler')
-MAX_LENGTH = 100  # of a list or dict in a loader that is compared
-# suggested fixes for attributes that no checkpoint holds
-BY_CALLBACK = 'let a callback keep it'
-BY_STATE = 'add it to what `state_dict` returns and `load_state_dict` takes'
-BY_DATA = 'keep a number, or give the loader `state_dict` and `load_state_dict`'
-
-# digests of attributes, by owner, name and suggested fix
-Digests = dict[tuple[str, str, str], str]
+# digests of attributes, by the class of their owner and their name
+Digests = dict[tuple[str, str], str]
 
 
 @dataclass(frozen=True)
@@ -145,25 +138,22 @@ def check_resume(
         deferred_interrupts() as deferred,
         learn.lock,
         learn.removed_cbs(writers),
-        _redirect_files(learn) as folder,
+        TemporaryDirectory() as folder,
+        _replaced_path(learn, Path(folder)),
         learn.no_bar(),
         learn.no_logging(),
     ):
         uninterrupted = train(n)
-        write_state(folder / 'state.pt', train(middle).kept, {})
-        resumed = train(n, read_state(folder / 'state.pt')[0])
+        file = learn.path / 'state.ckpt'
+        write_state(file, train(middle).kept, {})
+        resumed = train(n, read_state(file)[0])
     found = differences(uninterrupted.kept, resumed.kept)
-    hints = uninterrupted.hints + _list_changed(uninterrupted.digests, resumed.digests)
-    return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
-
-
-def _list_changed(uninterrupted: Digests, resumed: Digests) -> list[str]:
-    "Return a line for each attribute that no checkpoint holds and that differs at the end of the resumed run."
-    return [
-        f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
-        for (owner, name, fix), value in uninterrupted.items()
-        if resumed.get((owner, name, fix)) != value
+    hints = uninterrupted.hints + [
+        f'`{name}` of {owner} differs as well: make it a buffer, or let a callback keep it.'
+        for (owner, name), value in uninterrupted.digests.items()
+        if resumed.digests.get((owner, name)) != value
     ]
+    return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
 
 
 @contextmanager
@@ -182,15 +172,14 @@ def _as_new_process(learn: LearnerLike) -> Iterator[None]:
 
 
 @contextmanager
-def _redirect_files(learn: LearnerLike) -> Iterator[Path]:
-    "Set `learn.path` to a temporary folder within the block, and yield the folder."
+def _replaced_path(learn: LearnerLike, folder: Path) -> Iterator[None]:
+    "Set `learn.path` within the block, so that files of the runs are written there."
     path = learn.path
-    with TemporaryDirectory() as folder:
-        learn.path = Path(folder)
-        try:
-            yield learn.path
-        finally:
-            learn.path = path
+    learn.path = folder
+    try:
+        yield
+    finally:
+        learn.path = path
 
 
 def list_hints(cb: Any) -> list[str]:
@@ -205,36 +194,15 @@ def list_hints(cb: Any) -> list[str]:
 
 
 def digest_attributes(learn: LearnerLike) -> Digests:
-    "Return digests of public attributes that no checkpoint holds, by owner and name, and the suggested fix."
-    found = {}
-    for owner, thing, excluded, fix in _list_owners(learn):
-        for name, value in getattr(thing, '__dict__', {}).items():
-            # the data themselves are too long to compare
-            is_data = fix == BY_DATA and not _is_short(value)
-            if name.startswith('_') or name in excluded or is_data:
-                continue
-            with suppress(OptionError):
-                found[owner, name, fix] = digest(value)
+    "Return digests of the public attributes of the model's modules and of the Learner that no checkpoint holds."
+    excluded = {*vars(nn.Module()), *STATE, *COUNTERS}
+    found: Digests = {}
+    for owner in (learn, *bare_model(learn.model).modules()):
+        for name, value in vars(owner).items():
+            if not name.startswith('_') and name not in excluded:
+                with suppress(OptionError):  # of values that have no digest
+                    found[type(owner).__name__, name] = digest(value)
     return found
-
-
-def _list_owners(learn: LearnerLike) -> Iterator[tuple[str, Any, Container[str], str]]:
-    "Yield what may have such attributes: its name, itself, names that do not count, and the suggested fix."
-    own_attributes = vars(nn.Module())
-    for name, m in bare_model(learn.model).named_modules():
-        owner = f'{type(m).__name__} ({name})' if name else type(m).__name__
-        yield owner, m, own_attributes, 'make it a buffer'
-    yield type(learn).__name__, learn, (*STATE, *COUNTERS), BY_CALLBACK
-    for cb in learn.cbs:
-        if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.'):
-            yield type(cb).__name__, cb, (), BY_STATE
-    dl = learn.dls.train
-    for part in (dl, *(getattr(dl, name, None) for name in LOADER_PARTS)):
-        yield type(part).__name__, part, (), BY_DATA
-
-
-def _is_short(value: Any) -> bool:
-    return isinstance(value, (list, dict)) and len(value) <= MAX_LENGTH
 
 
 def _seed_from_entropy() -> None:

@@ -34,11 +34,7 @@ from learnkit.core.batch import (
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import (
-    bare_model,
-    has_weights,
-    preserved_modes,
-)
+from learnkit.core.model import bare_model, has_weights, preserved_modes
 from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
@@ -126,11 +122,7 @@ def load(
         check_weights(path, differences, learn.model, _suggest_fix(differences))
     learn('before_load')
     load_stored(learn, stored, strict)
-    if (
-        opt_state is None
-        and learn.opt is None
-        and any(p.requires_grad for p in learn.model.parameters())
-    ):
+    if learn.opt is None and any(p.requires_grad for p in learn.model.parameters()):
         learn.create_opt()
     learn('after_load')
     return learn
@@ -173,20 +165,14 @@ def export(
     sample: Any,
 ) -> Path:
     "Export the model for serving by `torch.export`, for any batch size, and return the path of the file."
-    if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
+    if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt', '.onnx')):
         raise OptionError(
-            f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
-            "written by `learn.save_learner('learner.pth')`."
-        )
-    if str(fname).endswith('.onnx'):
-        raise OptionError(
-            f"{fname}: `learn.export` writes torch's own format, into a file `.pt2`. ONNX is written at the end of a "
-            "fit by the callback `ExportForInference('model', formats=['onnx'])`."
+            f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is written by '
+            "`learn.save_learner('learner.pth')`, and ONNX by the callback `ExportForInference(formats=['onnx'])`."
         )
     if mesh_of(learn.model) is not None:
         raise ModelError(
-            f'Every process has a part of {type(learn.model).__name__}: export it once the strategy '
-            "'fsdp' has ended, when all of it is back in one place."
+            f'{type(learn.model).__name__} is sharded: export it after the context of `learn.distributed()`.'
         )
     check_function('act', act)
     path = resolve_path(fname, learn.path, suffix='.pt2')
@@ -213,12 +199,7 @@ def resolve_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
         )
     name = str(file)
     as_local_path(name)  # raises for a URL
-    if (
-        not name.strip()
-        or '\0' in name
-        or name.endswith(('/', '\\'))
-        or Path(name).name in ('', '.', '..')
-    ):
+    if not name.strip() or '\0' in name or name.endswith('/') or Path(name).name in ('', '..'):
         raise OptionError(f'{file!r} cannot be a file: give a name, or a path that ends in one.')
     # absolute, so that `load` accepts the path that `save` returns
     path = Path(os.path.abspath(folder / (name if name.endswith(suffix) else f'{name}{suffix}')))
@@ -233,9 +214,9 @@ def choose_opt_state(stored: Stored, with_opt: bool | None, path: Path) -> Any:
         return None
     if is_torch_state(stored.opt):
         return stored.opt
-    content = "an optimizer state that is not torch's, but fastai's own"
-    if stored.opt is None:
-        content = 'no optimizer state'
+    content = (
+        'no optimizer state' if stored.opt is None else "an optimizer state that is not torch's"
+    )
     if with_opt:
         raise WeightsError(
             f'{path} has {content}: pass `with_opt=False` for the weights alone. Nothing was loaded.'
@@ -304,10 +285,7 @@ def export_program(
     "Export a model with a dynamic batch dimension in its inputs; raise `ModelError` if it cannot be exported."
     from torch.export import Dim, ShapesCollection, export
 
-    def collect(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return args, kwargs
-
-    args, kwargs = call_by_name(collect, xb, passed_names(model, xb))
+    args, kwargs = call_by_name(lambda *a, **k: (a, k), xb, passed_names(model, xb))
     batch_dim = Dim('batch', min=1)
     batched_ids = {id(t) for t in batched}
     shapes: Any = ShapesCollection()  # Any, because the annotations of `export` do not include it

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.weights import (
@@ -93,10 +94,7 @@ def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
     return copy_to_host(gather_full_state(collect_state(learn, checkpoint_point(learn))))
 
 
-def load_checkpoint_state(
-    learn: LearnerLike,
-    state: Mapping[str, Any],
-) -> None:
+def load_checkpoint_state(learn: LearnerLike, state: Mapping[str, Any]) -> None:
     "Restore a checkpoint's state outside of a fit. `state` is copied, not modified."
     if learn.run.depth:
         raise CheckpointError(
@@ -117,9 +115,10 @@ def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
     within_epoch = SAVE_POINTS.get(point) == 'batch'
+    trained = _collect_trained(learn)
     state = {
-        **_collect_trained(learn),
-        'buffers': _collect_loose_buffers(learn.model),
+        **trained,
+        'buffers': _collect_loose_buffers(learn.model, trained['model']),
         'grads': {
             str(i): _to_plain_grad(p.grad) for i, p in enumerate(params) if p.grad is not None
         },
@@ -171,8 +170,9 @@ def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
 
 def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
     "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
-    find_on_rank = partial(_find_on_rank, learn)
-    r: ResumeState | None = learn.strategy.find_checkpoint(learn, resume, find_on_rank)
+    r: ResumeState | None = learn.strategy.find_checkpoint(
+        learn, resume, partial(_find_on_rank, learn)
+    )
     return r
 
 
@@ -196,7 +196,9 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
                 )
             return None
         path, state, info = found
-        state = check_state(_read_parts(learn, state, path), path)
+        mesh = mesh_of(bare_model(learn.model))
+        state = load_parts(state, path, None if mesh is None else host_mesh(mesh))
+        state = check_state(state, path)
         r = ResumeState(state, restore_state, path, info)
     if not r.loop['place']:
         raise CheckpointError(
@@ -204,16 +206,6 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
             '`learn.load_checkpoint_state(state)`, and fit.'
         )
     return r
-
-
-def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    "Read the tensors in the folder next to a checkpoint's file; for a sharded model, this rank's shards."
-    if 'parts' not in state:
-        return state
-    from learnkit.checkpoint.dcp import load_parts  # only sharded checkpoints need it
-
-    mesh = mesh_of(bare_model(learn.model))
-    return load_parts(state, path, None if mesh is None else host_mesh(mesh))
 
 
 def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
@@ -417,26 +409,22 @@ def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
     )
 
 
-def _collect_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
+def _collect_loose_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:
     "Return the non-persistent buffers, which a state dict leaves out, as far as a file can hold them."
-    return {
-        f'{path}.{name}'.removeprefix('.'): b
-        for path, module in bare_model(model).named_modules()
-        for name in module._non_persistent_buffers_set
-        if type(b := module._buffers.get(name)) is Tensor and is_dense(b)
-    }
+    named = bare_model(model).named_buffers(remove_duplicate=False)
+    return {k: b for k, b in named if k not in saved and type(b) is Tensor and is_dense(b)}
 
 
 def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     modules = dict(bare_model(model).named_modules())
     for place, value in buffers.items():
         path, _, name = place.rpartition('.')
-        own = modules[path]._buffers if path in modules else {}
-        if name not in own:
+        module = modules.get(path)
+        if not hasattr(module, name):
             continue
-        buffer = own[name]
+        buffer = getattr(module, name)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            own[name] = value.to(model_device(modules[path], None), copy=True)
+            setattr(module, name, value.to(model_device(module, None), copy=True))
         elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
             buffer.copy_(value)
 
@@ -445,6 +433,7 @@ def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
     "Return a gradient in a form that a file can hold; a sparse gradient becomes the arguments that rebuild it."
     if not grad.is_sparse:
         return grad
+    # not coalesced, which would add up in another order
     return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
 
 
@@ -483,11 +472,9 @@ def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
 
     copied = copy(state)
     buffers.clear()
-    buffers.update((key, new) for key, (new, _) in copies.items())
-    if copies:
-        news, originals = map(list, zip(*copies.values(), strict=True))
-        with torch.no_grad():
-            torch._foreach_copy_(news, originals, non_blocking=True)
-        if any(t.is_cuda for t in originals):
-            torch.cuda.synchronize()  # once for all tensors
+    with torch.no_grad():
+        for key, (new, original) in copies.items():
+            buffers[key] = new.copy_(original, non_blocking=True)
+    if any(original.is_cuda for _, original in copies.values()):
+        torch.cuda.synchronize()  # once for all tensors
     return copied

@@ -10,6 +10,7 @@ from zipfile import ZipFile, is_zipfile
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from learnkit.checkpoint.file import shorten_error
 from learnkit.core.errors import WeightsError
 
 __all__ = ['read_torch_file', 'find_damage']
@@ -56,16 +57,11 @@ def read_torch_file(
             # `mmap=False` overrides torch's configuration: a mapped file that is cut short ends the process
             return torch.load(path, map_location=device or 'cpu', weights_only=True, mmap=False)
     except Exception as e:  # arbitrary bytes raise almost any type of error
-        unsafe = _list_unsafe_names(path) if isinstance(e, UnpicklingError) else []
-        if unsafe:
-            # without torch's message, which explains how to run the code
-            raise WeightsError(_explain_unsafe(path, unsafe)) from None
-        reason = next(iter(str(e).splitlines()), '') or type(e).__name__
-        if isinstance(e, UnpicklingError):
-            reason = 'its pickle holds more than plain weights'
-        raise WeightsError(
-            f'{path} cannot be read as weights: {reason}. Nothing was loaded.'
-        ) from None
+        # torch's own message explains how to run the code
+        reason = 'it is damaged' if isinstance(e, UnpicklingError) else shorten_error(e)
+        message = f'{path} cannot be read as weights: {reason}. Nothing was loaded.'
+        names = _list_unsafe_names(path)
+        raise WeightsError(_explain_unsafe(path, names) if names else message) from None
 
 
 def find_damage(path: str | Path) -> str | None:
@@ -90,44 +86,35 @@ def find_damage(path: str | Path) -> str | None:
 
 
 def _check_kind(path: Path) -> None:
-    "Raise `WeightsError` for a file that `torch.save` did not write."
-    kind = ''
-    names = []
-    if is_zipfile(path):
-        with ZipFile(path) as archive:
-            names = archive.namelist()
-    elif not _starts_with_pickle(path):
-        kind = "no file of torch's: it holds no saved weights."
+    "Raise `WeightsError` for a program of torch, and for a file that `torch.save` did not write."
+    if not is_zipfile(path):
+        with path.open('rb') as f:
+            if f.read(1) != b'\x80':  # the start of a pickle
+                raise WeightsError(f"{path} is no file of torch's: it holds no saved weights.")
+        return
+    with ZipFile(path) as archive:
+        names = archive.namelist()
     if any(n.endswith('/models/model.json') for n in names):
-        kind = (
-            'a program that `learn.export` wrote, and no weights: run it by `torch.export.load(path).module()(x)`, '
-            'if you trust it. What loads here is written by `learn.save` or `learn.save_learner`.'
+        raise WeightsError(
+            f'{path} is a program that `learn.export` wrote: run it by `torch.export.load(path).module()(x)`, if you '
+            'trust it. Weights are written by `learn.save` and `learn.save_learner`.'
         )
     if any('/code/' in n for n in names):
-        kind = 'a TorchScript program, and no weights: run it by `torch.jit.load`.'
-    if kind:
-        raise WeightsError(f'{path} is {kind} Nothing was loaded.')
-
-
-def _starts_with_pickle(path: Path) -> bool:
-    with path.open('rb') as f:
-        return f.read(1) == b'\x80'
+        raise WeightsError(f'{path} is a TorchScript program, and no weights: `torch.jit.load`.')
 
 
 def _list_unsafe_names(path: Path) -> list[str]:
     "Return the names of functions and classes that a pickle would call, without running the pickle."
-    with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]  # as above
-        try:
-            names = get_unsafe_globals_in_checkpoint(path)
-        except Exception:
-            return []  # an old or a broken file: the caller has the error already
-    return sorted(ascii(name[:80])[1:-1] for name in names)
+    try:
+        with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]  # as above
+            return sorted(ascii(n[:80])[1:-1] for n in get_unsafe_globals_in_checkpoint(path))
+    except Exception:
+        return []  # an old or a broken file: the caller has the error already
 
 
 def _explain_unsafe(path: Path, names: list[str]) -> str:
-    listed_names = ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
     text = (
-        f'{path} holds more than weights: loading it would run code ({listed_names}). '
+        f'{path} holds more than weights: loading it would run code ({", ".join(names[:5])}). '
         'Nothing was loaded.'
     )
     if any(n.startswith('fastai.') for n in names):

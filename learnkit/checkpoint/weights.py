@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
@@ -85,11 +86,7 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
     "Return the state of a checkpoint, with the tensors in the folder next to its file."
     try:
         state, _ = read_state(path)
-        if 'parts' not in state:
-            return state
-        from learnkit.checkpoint.dcp import load_parts  # only sharded checkpoints need it
-
-        check_files(path, {'parts': state['parts']})
+        check_files(path, {**state, 'files': {}})
         return load_parts(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None
@@ -98,8 +95,8 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
 def _make_missing_error(path: Path) -> FileNotFoundError:
     "Return the error for a missing file, with a note that names similar files in the folder."
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    files = [p for p in path.parent.glob('*') if p.suffix in SUFFIXES and p.is_file()]
-    close = get_close_matches(path.name, [p.name for p in files], cutoff=0.7)
+    names = [p.name for p in path.parent.glob('*') if p.suffix in SUFFIXES]
+    close = get_close_matches(path.name, names, cutoff=0.7)
     if close:
         error.add_note(f'The folder has {", ".join(close)}.')
     return error
@@ -118,7 +115,11 @@ def _split_state(state: Any, path: Path) -> Stored:
         elif {'model', 'optimizer', 'position'} <= state.keys():
             stored = Stored(state['model'], state['optimizer'], loss_func)
         elif 'learnkit' in state:
-            stored = Stored(state['model'], config=_check_config(state, path))
+            stored = Stored(state['model'], config=state.get('config'))
+            if state['learnkit'] != FORMAT or not isinstance(stored.config, dict):
+                raise WeightsError(
+                    f'{path} has format {state["learnkit"]!r}, and this learnkit reads {FORMAT}: update it.'
+                )
     model = stored.model
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
         keys = f' of {[*state][:5]}' if isinstance(state, Mapping) else ''
@@ -126,16 +127,6 @@ def _split_state(state: Any, path: Path) -> Stored:
             f'{path} holds no state dict (tensors by name), but a {type(state).__name__}{keys}. Nothing was loaded.'
         )
     return stored
-
-
-def _check_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    version = state['learnkit']
-    config = state.get('config')
-    if version != FORMAT or not isinstance(config, dict):
-        raise WeightsError(
-            f'{path} has format {version!r}, this version of learnkit reads {FORMAT}: update learnkit.'
-        )
-    return config
 
 
 def _is_entry(name: Any, value: Any) -> bool:
@@ -161,8 +152,7 @@ def write_safetensors(
     for name, t in sorted(state.items()):
         if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
-                f'{name}, a {_describe_kind(t)}, has no place in a file {SAFETENSORS}: use one with '
-                '`.pth`.'
+                f'{name}, no dense tensor with values, has no place in a file {SAFETENSORS}: use one with `.pth`.'
             )
         t = t.detach().resolve_conj().resolve_neg()
         memory = _identify_memory(t)
@@ -173,18 +163,8 @@ def write_safetensors(
             metadata[name] = first_name
     try:
         write_tensors(path, tensors, metadata)
-    except KeyError as e:
-        raise OptionError(
-            f'{e} has no place in a file {SAFETENSORS}: use one with `.pth`.'
-        ) from None
-
-
-def _describe_kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if is_lazy(value) or value.is_meta:
-        return 'parameter without values'
-    return f'{value.layout} tensor'
+    except KeyError as e:  # a dtype that the library does not have
+        raise OptionError(f'{e} does not fit a file {SAFETENSORS}: use one with `.pth`.') from None
 
 
 def _identify_memory(t: Any) -> Any:
@@ -220,10 +200,10 @@ def check_weights(
     "Raise a `WeightsError` that lists every difference, if there is one."
     if not differences:
         return
-    n = len(differences)
+    name = type(bare_model(model)).__name__
+    places = 'place' if len(differences) == 1 else 'places'
     summary = (
-        f'{path} does not fit {type(bare_model(model)).__name__}, in {n} '
-        f'place{"s" * (n > 1)}. Nothing was loaded.{fix}'
+        f'{path} does not fit {name}, in {len(differences)} {places}. Nothing was loaded.{fix}'
     )
     raise WeightsError('\n  '.join([summary, *differences]))
 
@@ -334,7 +314,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     state = collect_module_state(model)
     if mesh_of(model) is None:
         return state
-    owners = {name: id(p) for name, p in bare_model(model).named_parameters(remove_duplicate=False)}
+    owners = {name: id(p) for name, p in _named_params(model)}
     gathered: dict[Any, Any] = {}  # tied weights are gathered once
     for name, value in state.items():
         key = owners.get(name, name)
@@ -362,8 +342,11 @@ def find_trainable(model: nn.Module) -> set[str]:
     >>> find_trainable(nn.Linear(2, 1).requires_grad_(False))
     set()
     """
-    named = bare_model(model).named_parameters(remove_duplicate=False)
-    return {name for name, p in named if p.requires_grad}
+    return {name for name, p in _named_params(model) if p.requires_grad}
+
+
+def _named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return bare_model(model).named_parameters(remove_duplicate=False)
 
 
 def find_changed(
@@ -382,7 +365,7 @@ def find_changed(
     """
     changed = set()
     weights = bare_model(model).state_dict()
-    for name, p in bare_model(model).named_parameters(remove_duplicate=False):
+    for name, p in _named_params(model):
         if name in trained or name not in weights or is_lazy(p):
             continue
         # a digest takes long to compute, and a tensor's version changes with each in-place write
@@ -405,8 +388,8 @@ def leave_out_frozen_weights(
     digests: Digests,  # digests of the other parameters, from `find_changed`
 ) -> dict[str, Any]:
     "Return the state with digests instead of the weights of the other parameters. Buffers are kept."
-    named = bare_model(model).named_parameters(remove_duplicate=False)
-    frozen = {name for name, _ in named if name in state['model'] and name not in trained}
+    params = {name for name, _ in _named_params(model)} - {*trained}
+    frozen = params & state['model'].keys()
     weights = {name: value for name, value in state['model'].items() if name not in frozen}
     return {
         **state,

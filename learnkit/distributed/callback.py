@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from fastcore.basics import noop
 from torch import Tensor, nn
 from typing_extensions import override
@@ -21,7 +23,6 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
-from learnkit.distributed.batch_share import BatchShare, Weights
 from learnkit.distributed.comm import SINGLE_RANK, join_ranks
 from learnkit.distributed.compare import (
     check_alike,
@@ -30,11 +31,10 @@ from learnkit.distributed.compare import (
     list_lengths,
     totals_differ,
 )
-from learnkit.distributed.ddp import Replicas, average, is_too_big
+from learnkit.distributed.ddp import Parallelism, Replicas, average, is_too_big
 from learnkit.distributed.failures import Failures
-from learnkit.distributed.parallel import Parallelism
 from learnkit.distributed.shard_spec import ShardSpec, check_option
-from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
+from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import sample_count, token_count
@@ -46,6 +46,33 @@ __all__ = ['DistributedTraining']
 T = TypeVar('T')
 
 STRATEGIES = ('auto', 'ddp', 'fsdp')
+
+
+@dataclass(slots=True)
+class BatchShare:
+    "This rank's share of the current training batch."
+
+    share: tuple[int, int] | None = None  # samples of this rank, samples of all; None: unknown
+    n_steps: int | None = None  # steps before the batch; None after `before_step`
+    local: bool = True  # gradients may not be averaged yet
+    tokens_before: int = 0  # tokens before the batch
+    tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
+    weights: Weights | None = None  # weights, if the loss does not average over samples
+
+
+class Weights:
+    "Weight of a batch on this rank, and its sum over all ranks, which is reduced during the forward pass."
+
+    def __init__(self, own: Any, learn: LearnerLike) -> None:
+        self.own = torch.as_tensor(own, dtype=torch.float64, device=learn.batch_device)
+        self._sum = self.own.detach().clone()
+        group = learn.world.control if self._sum.is_cpu else None
+        self._work = dist.all_reduce(self._sum, group=group, async_op=True)
+
+    def total(self) -> Tensor:
+        "Return the sum over all ranks, on the device of the batch."
+        self._work.wait()  # on a GPU only the stream waits, not the host
+        return self._sum
 
 
 class DistributedTraining(Callback):
@@ -122,14 +149,11 @@ class DistributedTraining(Callback):
 
     @override
     def runs_at(self, event_name: str, training: bool | None) -> bool:
-        "Return False for all events in a single process, and for `after_pred` in training."
-        if (
-            self.learn is None
-            or self.learn.world.size == 1
-            or (training and event_name == 'after_pred')
-        ):
+        "Return False in a single process, and for `after_pred` in training."
+        if self.learn is None or self.learn.world.size == 1:
             return False
-        return super().runs_at(event_name, training)
+        is_idle = training and event_name == 'after_pred'
+        return not is_idle and super().runs_at(event_name, training)
 
     # -- joining and leaving the process group -----------------------------------------------------
 
@@ -156,7 +180,9 @@ class DistributedTraining(Callback):
             )
             self._share_loaders()
             self._dls = learn.dls
-            self._interval = self.agree_every or choose_agree_interval(learn.model)
+            # depends only on the model, so that the same run stops at the same batch
+            is_small = sum(p.numel() for p in learn.model.parameters()) < 10**7
+            self._interval = self.agree_every or (8 if is_small else 1)
             if not world.is_first:
                 learn.logger = noop
             self._seed()
@@ -172,16 +198,15 @@ class DistributedTraining(Callback):
     def _collect_shared_options(self) -> dict[str, str]:
         "Return the options and lengths that must be equal on all ranks, in addition to the model."
         lengths = {} if self.sharded_already else list_lengths(self.learn.dls)
+        counts = [f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items()]
         options = {
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
             'options of the strategy': sorted(self._options),
             **self.loader_options,
         }
-        lengths['trained so far'] = ', '.join(
-            f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items()
-        )
-        return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
+        shared = {f'option {name}': repr(value) for name, value in options.items()}
+        return {**lengths, 'trained so far': ', '.join(counts), **shared}
 
     def _make_parallelism(self, shards_model: bool = False) -> Parallelism:
         "Return `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
@@ -195,7 +220,8 @@ class DistributedTraining(Callback):
         learn = self.learn
         world = self.learn.world
         if self.sharded_already:
-            learn.dls = self._truncate_loaders()
+            check_lengths(world.gather(n_batches(learn.dls.train)))
+            learn.dls = copy(learn.dls)  # the device of the user's own stays
         else:
             learn.dls = shard_loaders(
                 learn.dls,
@@ -207,15 +233,6 @@ class DistributedTraining(Callback):
             )
         if torch.device(learn.dls.device).type == world.device.type:
             learn.dls.device = world.device
-
-    def _truncate_loaders(self) -> Any:
-        "Truncate training loaders to the shortest rank's length, or raise if lengths differ, by `uneven`."
-        dls = copy(self.learn.dls)
-        lengths = self.learn.world.gather(n_batches(dls.train))
-        n = check_lengths(lengths, self.loader_options['uneven'])
-        if n is not None and n != n_batches(dls.train):
-            dls.train = FirstBatches(dls.train, n)
-        return dls
 
     def _seed(self) -> None:
         "Seed the random generators differently on each rank; rank 0 keeps its state."
@@ -341,10 +358,8 @@ class DistributedTraining(Callback):
     def _count_share(self) -> tuple[int, int] | None:
         "Return the share of a batch of a loader that was not sharded here; torch's sampler shards evenly."
         n = sample_count(self.learn)
-        if self.sharded_already:
-            total = int(self.world.sum(torch.tensor(n)))
-        else:
-            total = n * self.world.size
+        is_even = not self.sharded_already
+        total = n * self.world.size if is_even else int(self.world.sum(torch.tensor(n)))
         return (n, total) if total else None
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
@@ -380,16 +395,21 @@ class DistributedTraining(Callback):
         if self.learn.training:
             self.batch.local = True
 
-    def after_cancel_batch(self) -> None:
-        self.after_cancel_backward()
+    after_cancel_batch = after_cancel_backward
 
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.training:
             return
         batch = self.batch
-        if batch.n_steps is not None and batch.local and self.parallelism.averages_late:
-            self._check_no_step()
+        # `before_step` sets it to None
+        has_stepped = batch.n_steps not in (None, learn.finished('st'))
+        if has_stepped and batch.local and self.parallelism.averages_late:
+            raise DistributedError(
+                f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
+                'processes: each has its own weights now. Write the batch as `train_batch`, with '
+                '`self.optimize(loss)`, or let `self._do_grad_opt()` call `_step`.'
+            )
         if batch.share is not None:
             learn.counters.samples += batch.share[1] - sample_count(learn)
         if not has_tokens(learn):
@@ -397,17 +417,6 @@ class DistributedTraining(Callback):
         # the forward pass of a canceled batch, or of microbatches, has not started the sum
         tokens = batch.tokens or self._sum_tokens()
         learn.counters.tokens = batch.tokens_before + int(tokens())
-
-    def _check_no_step(self) -> None:
-        "Raise `DistributedError` for a step with gradients that were not averaged."
-        learn = self.learn
-        if learn.finished('st') == self.batch.n_steps:
-            return
-        raise DistributedError(
-            f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
-            'processes: each has its own weights now. Write the batch as `train_batch`, with `self.optimize(loss)`, '
-            'or let `self._do_grad_opt()` call `_step`: both fire the events around backward and step.'
-        )
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Start to sum this batch's tokens over all ranks, while the batch is computed."
@@ -419,25 +428,20 @@ class DistributedTraining(Callback):
     def sum_weights(self) -> Weights:
         "Return the weights of this batch; the first call starts to sum them over all ranks."
         if self.batch.weights is None:
-            self.batch.weights = Weights(self.learn.strategy.own_weight(self.learn), self.world)
+            own = self.learn.strategy.own_weight(self.learn)
+            self.batch.weights = Weights(own, self.learn)
         return self.batch.weights
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
         n = self.learn.counters.batches % self._interval
-        if n in (
-            0,
-            1 % self._interval,
-        ):  # one batch after an exchange has begun, its values are received
+        # one batch after an exchange has begun, its values are received
+        if n in (0, 1 % self._interval):
             self._agree(partial(world.exchange, n == 0))
 
     def epoch_checkpoint(self) -> None:
-        total = (
-            compute_totals(self.learn.model.parameters())
-            if self.parallelism.averages_late
-            else (0.0, 0.0)
-        )
-        totals = self._agree(partial(self.world.sync, *total))
+        params = self.learn.model.parameters() if self.parallelism.averages_late else ()
+        totals = self._agree(partial(self.world.sync, *compute_totals(params)))
         if totals_differ(totals):
             self.learn.check_replicas()
 
@@ -514,12 +518,3 @@ def has_tokens(learn: LearnerLike) -> bool:
         return True
     first = learn.xb[0] if learn.xb else None
     return first.__class__ is not Tensor and isinstance(first, Mapping) and 'input_ids' in first
-
-
-def choose_agree_interval(model: nn.Module) -> int:
-    """Return the number of batches between agreements: 8 for less than ten million weights, else 1.
-
-    An agreement takes some tenths of a millisecond if all cores are busy. The number depends only on the model, so the
-    same run stops at the same batch.
-    """
-    return 8 if sum(p.numel() for p in model.parameters()) < 10**7 else 1

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnkit.core.errors import DistributedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-__all__ = ['Comm', 'SINGLE_RANK', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as']
+__all__ = [
+    'Comm',
+    'SINGLE_RANK',
+    'SLOTS',
+    'has_joined',
+    'join_ranks',
+    'launched_as',
+    'read_value',
+    'write_value',
+]
 
 T = TypeVar('T')
 Address = tuple[str, int]
@@ -79,7 +89,7 @@ class Comm:
         "Return the value of rank 0 on every rank."
         if self.size == 1:
             return value
-        values = [pack(value) if self.is_first else b'']
+        values = [pack(value) if self.is_first else None]
         dist.broadcast_object_list(values, group_src=0, group=self.control)
         return value if self.is_first else unpack(values[0])
 
@@ -105,14 +115,6 @@ class Comm:
         return [
             value if rank == self.rank else unpack(data) for rank, (_, data) in enumerate(gathered)
         ]
-
-    def collect(self, value: Any) -> list[Any]:
-        "Return the values of all ranks on rank 0, and an empty list on other ranks."
-        if self.size == 1:
-            return [value]
-        collected: list[Any] = [None] * self.size if self.is_first else []
-        dist.gather_object(pack(value), collected or None, group_dst=0, group=self.control)
-        return [unpack(data) for data in collected]
 
     def sum(
         self,
@@ -271,16 +273,48 @@ class Comm:
 SINGLE_RANK = Comm()
 
 
-def pack(value: Any) -> bytes:
-    "Convert a value to bytes with `torch.save`, because pickle does not restore tensors of every dtype (torch 2.13)."
-    file = BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+def write_value(
+    value: Any,
+    pickled: IO[bytes],  # file for everything but the tensors
+    tensors: IO[
+        bytes
+    ],  # file for the tensors, which pickle restores neither on the CPU nor in every dtype
+    pickler: type[pickle.Pickler] = pickle.Pickler,
+) -> None:
+    "Pickle a value, and save the tensors in it with `torch.save`."
+    numbered: dict[int, tuple[int, Tensor]] = {}  # numbers and tensors, by id
+
+    class ValuePickler(pickler):  # type: ignore[valid-type,misc]
+        def persistent_id(self, part: Any) -> int | None:
+            if type(part) not in (Tensor, nn.Parameter):
+                return None
+            return numbered.setdefault(id(part), (len(numbered), part))[0]
+
+    ValuePickler(pickled, protocol=5).dump(value)
+    torch.save([t for _, t in numbered.values()], tensors)
 
 
-def unpack(data: bytes) -> Any:
+def read_value(pickled: IO[bytes], tensors: Any, mmap: bool = False) -> Any:
+    "Unpickle a value that another process of this job has written, with tensors on the CPU."
+    loaded = torch.load(tensors, map_location='cpu', mmap=mmap, weights_only=True)
+
+    class ValueUnpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Any:
+            return loaded[number]
+
+    return ValueUnpickler(pickled).load()
+
+
+def pack(value: Any) -> tuple[bytes, bytes]:
+    "Convert a value to bytes, for `unpack`."
+    pickled, tensors = BytesIO(), BytesIO()
+    write_value(value, pickled, tensors)
+    return pickled.getvalue(), tensors.getvalue()
+
+
+def unpack(data: tuple[bytes, bytes]) -> Any:
     "Load a value that another rank of this job has packed, with tensors on the CPU."
-    return torch.load(BytesIO(data), map_location='cpu', weights_only=False)
+    return read_value(*map(BytesIO, data))
 
 
 def launched_as(
@@ -320,22 +354,15 @@ def launched_as(
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    "Return the address of the first machine of a SLURM step."
+    """Return the address of the first machine of a SLURM step.
+
+    >>> _first_host({'SLURM_STEP_NUM_NODES': '3', 'SLURM_STEP_NODELIST': 'gpu[07-08,11],big'})
+    'gpu07'
+    """
     nodes = env.get('SLURM_STEP_NODELIST') or env.get('SLURM_JOB_NODELIST')
     if not nodes or int(env.get('SLURM_STEP_NUM_NODES', 1)) == 1:
         return env.get('SLURM_LAUNCH_NODE_IPADDR', '127.0.0.1')
-    if '[' not in nodes:
-        return nodes.split(',')[0]
-    try:
-        hosts = subprocess.run(
-            ['scontrol', 'show', 'hostnames', nodes], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError) as e:
-        raise DistributedError(
-            f'The first of {nodes} is not known, as `scontrol` does not run here ({e}). Set '
-            'MASTER_ADDR to its name.'
-        ) from None
-    return hosts.stdout.split()[0]
+    return re.sub(r'\[(\d+)[^]]*\]', r'\1', nodes).split(',')[0]
 
 
 def join_ranks(

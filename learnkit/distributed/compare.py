@@ -100,7 +100,7 @@ def check_alike(
     own = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
     own['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
     own |= descriptions
-    first, *others = gather_if_different(own, world) or [own]
+    first, *others = world.gather(own)
     for rank, other in enumerate(others, 1):
         differences = [
             f'{k}: {first.get(k, "absent")} in process 0, {other.get(k, "absent")} in process {rank}'
@@ -112,18 +112,7 @@ def check_alike(
                 'The processes do not have the same model, data and options:\n  '
                 + '\n  '.join(differences[:10])
             )
-    broadcast_tensors(tensors.values(), world.control)
-    if totals_differ(world.gather(compute_totals(state.values()))):
-        broadcast_tensors(state.values(), world.control)
-
-
-def gather_if_different(
-    own: dict[str, str],  # descriptions by name
-    world: Comm,
-) -> list[dict[str, str]]:
-    "Return the descriptions of all ranks in rank order; an empty list if they are equal."
-    checksums = world.gather(crc32(repr(own).encode()))
-    return [] if len(set(checksums)) == 1 else world.gather(own)
+    broadcast_tensors([*tensors.values(), *state.values()], world.control)
 
 
 @torch.no_grad()

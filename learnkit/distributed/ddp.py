@@ -1,4 +1,4 @@
-"""Strategy 'ddp': each rank has a replica of the model, and `DistributedDataParallel` averages the gradients."""
+"""`Parallelism`, and strategy 'ddp': each rank has a replica of the model, and torch's DDP averages gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import call_module
 from learnkit.core.random import preserved_rng
-from learnkit.distributed.parallel import Parallelism
 from learnkit.engine.loss import call_model
 
 __all__ = [
+    'Parallelism',
     'Replicas',
     'average',
     'broadcast_tensors',
@@ -28,9 +28,51 @@ __all__ = [
 
 HOLDER = 'DistributedDataParallel'  # of the seam `model`
 
-# bytes of a message of joined tensors, as large as the buckets of DistributedDataParallel
-MESSAGE_BYTES = 25 << 20
 T = TypeVar('T', bound=Tensor)
+
+
+class Parallelism:
+    """How weights and gradients are distributed over ranks: `Replicas` (DDP) or `Sharded` (FSDP2).
+
+    `DistributedTraining` owns one and calls its methods in the order in which they are defined. A
+    new kind is a subclass whose constructor takes its options. `STRATEGIES` in `distributed/callback.py`
+    has its name, and `DistributedTraining._make_parallelism` creates it.
+    """
+
+    # True if all ranks must evaluate the same number of batches
+    needs_equal_evaluations: bool = False
+    # True if `average_gradients` averages what no backward pass has averaged
+    averages_late: bool = True
+    has_synced: bool = False  # True once gradients were averaged in a pass with this model
+
+    def enter(self, learn: LearnerLike) -> None:
+        "Change the Learner's model when the callback is added."
+
+    def prepare(self, learn: LearnerLike) -> None:
+        "Prepare the model for a fit, after it was moved to its device."
+
+    def catch_up(self, learn: LearnerLike) -> None:
+        "Restore the order in which a resumed run averages gradients."
+
+    def begin_pass(
+        self,
+        learn: LearnerLike,
+        averages: bool,  # whether the gradients of this pass are averaged
+    ) -> AbstractContextManager[Any] | None:
+        "Begin a forward pass in training, and return a context for it."
+        return None
+
+    def average_gradients(self, learn: LearnerLike) -> None:
+        "Average gradients that each rank has accumulated alone."
+
+    def share_buffers(self, learn: LearnerLike) -> None:
+        "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
+
+    def release(self, learn: LearnerLike) -> None:
+        "Release resources of the process group at the end of a fit or after a failure."
+
+    def leave(self, learn: LearnerLike) -> None:
+        "Restore the Learner's model when the callback is removed."
 
 
 class Replicas(Parallelism):
@@ -232,21 +274,12 @@ def copy_from_flat(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def group_tensors(tensors: Iterable[T]) -> list[list[T]]:
-    "Group tensors by dtype and device, in groups of up to `MESSAGE_BYTES` or of one larger tensor."
-    groups: list[list[T]] = []
-    last: dict[Any, tuple[list[T], int]] = {}  # last group of each kind, and its number of bytes
+    "Group tensors by dtype and device."
+    groups: dict[Any, list[T]] = {}
     for t in tensors:
-        if not t.numel():
-            continue
-        kind = t.dtype, t.device
-        group, n_bytes = last.get(kind, ([], 0))
-        if not group or n_bytes + t.nbytes > MESSAGE_BYTES:
-            group = []
-            n_bytes = 0
-            groups.append(group)
-        group.append(t)
-        last[kind] = group, n_bytes + t.nbytes
-    return groups
+        if t.numel():
+            groups.setdefault((t.dtype, t.device), []).append(t)
+    return list(groups.values())
 
 
 def is_too_big(model: nn.Module) -> bool:

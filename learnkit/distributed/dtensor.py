@@ -64,11 +64,9 @@ def local_shard(t: Any) -> Any:
 
 def local_shards(tensors: Iterable[Any]) -> list[Any]:
     "Return this rank's shards of tensors. Elementwise operations are faster on shards than on DTensors."
-    return (
-        list(map(local_shard, tensors))
-        if 'torch.distributed.tensor' in sys.modules
-        else list(tensors)
-    )
+    if 'torch.distributed.tensor' not in sys.modules:
+        return list(tensors)
+    return list(map(local_shard, tensors))
 
 
 def reshard(model: nn.Module) -> None:
@@ -207,11 +205,8 @@ def unpack_shards(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
     "Return this rank's shards, True for each sharded tensor, and the process group, or None if nothing is sharded."
     tensors = list(tensors)
     are_parts = [is_dtensor(t) for t in tensors]
-    group = None
-    if any(are_parts):
-        first = tensors[are_parts.index(True)]
-        group = first.device_mesh.get_group()
-    return local_shards(tensors), are_parts, group
+    groups = (t.device_mesh.get_group() for t in tensors if is_dtensor(t))
+    return local_shards(tensors), are_parts, next(groups, None)
 
 
 def sum_of_parts(

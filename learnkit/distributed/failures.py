@@ -39,6 +39,7 @@ class Failures:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
+        self._store: Any = comm.store
         # error that ended this rank's run, and the error to raise instead of it
         self._reported: tuple[BaseException, BaseException] | None = None
         self._silent_ranks: list[int] = []  # ranks that have not reported, and will not read
@@ -84,21 +85,18 @@ class Failures:
             self._leaving.join(PATIENCE_S)
 
     def _await_readers(self) -> None:
-        ranks = range(1, self.comm.size)
-        keys = [f'read/{rank}' for rank in ranks if rank not in self._silent_ranks]
+        readers = {*range(1, self.comm.size)} - {*self._silent_ranks}
+        keys = [f'read/{rank}' for rank in readers]
         end = monotonic() + PATIENCE_S
-        store: Any = self.comm.store
-        while keys and monotonic() < end and not store.check(keys):
+        while keys and monotonic() < end and not self._store.check(keys):
             sleep(0.02)
 
     def _set(self, key: str, text: str = '') -> None:
-        store: Any = self.comm.store
-        store.set(f'{key}/{self.comm.rank}', text)
+        self._store.set(f'{key}/{self.comm.rank}', text)
 
     def _publish(self, text: str) -> str:
         "Publish an error, and return the error that was published first."
-        store: Any = self.comm.store
-        return str(store.compare_set('error', '', text).decode())
+        return str(self._store.compare_set('error', '', text).decode())
 
     def _ask(self, f: Callable[[], Any]) -> Any:
         "Return the result of a function of the store; None if the store does not answer, now or before."
@@ -117,10 +115,10 @@ class Failures:
         return answers[0] if answers else None
 
     def _describe(self, e: BaseException, learn: LearnerLike) -> str:
+        who = f'Process {self.comm.rank} of {self.comm.size}'
+        summary = f'{type(e).__name__}: {e}'.split('\n')[0]
         report = ''.join(traceback.format_exception(e)).rstrip()
-        summary = ''.join(traceback.format_exception_only(type(e), e)).split('\n')[0]
-        place = describe_place(e, learn)
-        return f'Process {self.comm.rank} of {self.comm.size} failed {place}: {summary}\n{report}'
+        return f'{who} failed {describe_place(e, learn)}: {summary}\n{report}'
 
     def _find_cause(self, e: BaseException, learn: LearnerLike) -> str:
         "Return a message with the rank that made a collective of this rank fail, and the reason."
@@ -142,7 +140,7 @@ class Failures:
 
     def _read_cause(self, here: str, timed_out: bool) -> str:
         "Return the message of a failed rank, or of what the other ranks report; wait `SETTLE_S` for reports."
-        store: Any = self.comm.store
+        store = self._store
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         end = monotonic() + SETTLE_S
         while True:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import has_weights, wrappers_of
-from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import (
     close_hosts,
     distribute_like,
@@ -25,7 +25,6 @@ from learnkit.distributed.dtensor import (
     open_hosts,
     reshard,
 )
-from learnkit.distributed.parallel import Parallelism
 from learnkit.engine.callback import declared
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -296,7 +295,7 @@ def shares_weights(m: nn.Module, model: nn.Module) -> bool:
         id(p) in own_params
         for other in model.modules()
         if id(other) not in own_modules
-        for p in other._parameters.values()
+        for p in other.parameters(recurse=False)
     )
 
 

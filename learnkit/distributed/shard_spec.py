@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,24 @@ class ShardSpec:
         if rest and self.uneven != 'drop':
             n_batches += len(self.rows(rest)) > 0
         return n_batches if self.fillers or not n else max(1, n_batches)
+
+    def pieces(
+        self,
+        n: int,  # number of samples of a pass over the loader
+        full: int,  # number of samples of a full round
+        first: int = 0,  # number of the first round
+    ) -> Iterator[tuple[int, range | list[int], tuple[int, int]]]:
+        "Yield the start of each round in which this rank has a batch, its rows in the round, and its share."
+        is_empty = True
+        for start in range(first * full, n, full):
+            k = min(full, n - start)
+            rows = self.rows(k)
+            if rows and (k == full or self.uneven != 'drop'):
+                is_empty = False
+                yield start, rows, self.share(k)
+        if is_empty and not self.fillers:
+            # at least one batch, so that an epoch of this rank is not empty
+            yield 0, range(1), (0, self.share(min(full, n))[1])
 
     def _bounds(self, k: int) -> tuple[int, int, int]:
         "Return the start and stop of this rank's samples in a round, and the number of all samples."

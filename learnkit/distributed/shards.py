@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
-from learnkit.core.random import RNGState, preserved_rng, restore_rng
+from learnkit.core.random import RNGState, restore_rng
 from learnkit.data.dataloaders import (
     DataLoaders,
     TensorLoader,
@@ -26,7 +26,6 @@ from learnkit.data.dataloaders import (
     make_unshuffled,
     n_batches,
 )
-from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     get_index_sampler,
@@ -43,14 +42,13 @@ __all__ = [
     'shard_loaders',
     'check_lengths',
     'list_samplers',
-    'FirstBatches',
     'TensorShard',
     'IndexShard',
     'ShardSampler',
 ]
 
-# maximum number of rounds drawn at a time, because entering the context of `Order` takes 0.1 ms
-MAX_ROUNDS = 32
+# number of rounds drawn at a time, because entering the context of `Order` takes 0.1 ms
+N_ROUNDS = 32
 
 
 def shard(
@@ -73,10 +71,10 @@ def shard(
     rank draws all batches and keeps its own. A loader with torch's `DistributedSampler` is returned unchanged. Raises
     `LoaderError` for a loader that is a shard already.
 
-    >>> dl = TensorLoader(torch.arange(5), bs=2)
-    >>> [[x.tolist() for x, in shard(dl, rank, 2)] for rank in range(2)]
+    >>> shards = [shard(TensorLoader(torch.arange(5), bs=2), rank, 2) for rank in range(2)]
+    >>> [[x.tolist() for x, in dl] for dl in shards]
     [[[0, 1], [4]], [[2, 3], [4]]]
-    >>> [shard(dl, rank, 2).share(1) for rank in range(2)]
+    >>> [dl.share(1) for dl in shards]
     [(0, 1), (1, 1)]
     """
     if batch_size == 'process' and getattr(dl, 'drop_last', False):
@@ -117,51 +115,18 @@ def shard_loaders(
 
 def check_lengths(
     lengths: Sequence[int | None],  # length of each rank's training loader; None: unknown
-    uneven: str = 'join',  # 'drop' uses the shortest length
-) -> int | None:
-    """Return the number of training batches of every rank; with `uneven='drop'`, the smallest number.
+) -> None:
+    """Raise `DistributedError` if the lengths differ: a rank with more batches would wait forever.
 
-    Raises `DistributedError` if the lengths differ otherwise: a rank with more batches would wait forever.
-
-    >>> check_lengths([5, 4], uneven='drop')
-    4
+    >>> check_lengths([4, 4])
     """
     if len(set(lengths)) == 1:
-        return lengths[0]
-    known = [n for n in lengths if n is not None]
-    if uneven == 'drop' and len(known) == len(lengths):
-        return min(known)
-    counts = ', '.join(
-        f'{"an unknown number" if n is None else n} in process {i}' for i, n in enumerate(lengths)
-    )
+        return
+    counts = ', '.join(f'{n} in process {i}' for i, n in enumerate(lengths))
     raise DistributedError(
-        f'The processes have different numbers of training batches: {counts}. Give loaders of one '
-        "length, or uneven='drop', which ends epochs with the shortest; or give every process the "
-        'whole loader, whose share is then made here.'
+        f'The processes have different numbers of training batches: {counts} (None: unknown). Give loaders of one '
+        'length, or give every process the whole loader, whose share is then made here.'
     )
-
-
-class FirstBatches:
-    """Iterable over the first `n` batches of each pass over a loader that is sharded by its own sampler.
-
-    >>> list(FirstBatches(range(5), 2))
-    [0, 1]
-    """
-
-    def __init__(self, source: Any, n: int) -> None:
-        self.source = source
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.source, self.n)
-
-    @property
-    def sampler(self) -> Any:
-        "Sampler of the loader, on which `set_epoch` may be called."
-        return getattr(self.source, 'sampler', None)
 
 
 class _LoadersProxy(DataLoaders):
@@ -217,8 +182,6 @@ def list_samplers(dl: Any) -> list[Any]:
 class TensorShard(Shard, TensorLoader):
     "Shard of a `TensorLoader`, which selects rows of the same tensors for a whole batch at once."
 
-    _shares: tuple[int, tuple[int, int], tuple[int, int]] | None = None
-
     def __init__(self, source: TensorLoader, spec: ShardSpec) -> None:
         vars(self).update(vars(source))
         self.source = source
@@ -235,22 +198,6 @@ class TensorShard(Shard, TensorLoader):
         return self.spec.count_batches(*self._sizes)
 
     @override
-    def share(self, i: int) -> tuple[int, int]:
-        "Return the numbers of samples of batch `i` on this rank, and on all ranks."
-        rounds, full_share, last_share = self._shares or self._count_shares()
-        return full_share if i < rounds else last_share
-
-    def _count_shares(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
-        "Return the number of full rounds with a batch on this rank, and the shares of a full and the last round."
-        n, full = self._sizes
-        rounds, rest = divmod(n, full)
-        return (
-            rounds * bool(self.spec.rows(full) or not rest),
-            self.spec.share(full),
-            self.spec.share(rest),
-        )
-
-    @override
     def new(self, **changes: Any) -> TensorShard:
         "Return a shard of the loader with other options, which takes each sample once."
         return TensorShard(self.source.new(**changes), replace(self.spec, uneven='join'))
@@ -264,30 +211,14 @@ class TensorShard(Shard, TensorLoader):
     @override
     def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
         "Yield this rank's rows of each round from round `n` on, as views unless rows are repeated."
-        self._shares = self._count_shares()  # kept, because `share` is called for each batch
-        samples, full = self._sizes
-        rounds, rest = divmod(samples, full)
-        rows = self.spec.rows(full) if rounds else range(0)
-        last_rows = self.spec.rows(rest) if rest and self.spec.uneven != 'drop' else range(0)
-        last_start = rounds * full
-        if not (self.spec.fillers or rows or last_rows):
-            # at least one batch, so that an epoch of this rank is not empty
-            last_rows = range(1)
-            last_start = last_start if rest else 0
-
-        if rows:
-            for block in t[n * full : rounds * full].split(1024 * full):
-                by_round = block.unflatten(0, (len(block) // full, full))
-                yield from _select_rows(by_round, rows, 1).unbind(0)
-        if last_rows:
-            yield _select_rows(t[last_start:], last_rows, 0)
-
-
-def _select_rows(t: Tensor, rows: range | list[int], dim: int) -> Tensor:
-    "Select rows along `dim`; a range gives a view."
-    if isinstance(rows, range):
-        return t.narrow(dim, rows.start, len(rows))
-    return t.index_select(dim, torch.tensor(rows, device=t.device))
+        shares = [(0, 0)] * n
+        for start, rows, share in self.spec.pieces(*self._sizes, n):
+            shares.append(share)
+            self.order.shares = shares
+            if isinstance(rows, range):
+                yield t[start + rows.start : start + rows.stop]
+            else:
+                yield t.index_select(0, torch.tensor(rows, device=t.device) + start)
 
 
 # -- DataLoaders over samples by index -------------------------------------------------------------
@@ -369,19 +300,17 @@ class ShardSampler:
         "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
         per_round = self.spec.per_round
         sizes = _compute_sizes(self.source, self.spec)
-        n = 1
-        while True:
+        n_lists = N_ROUNDS * per_round
+        drawn = [None] * n_lists
+        while len(drawn) == n_lists:
             with self.order:
-                drawn = list(islice(lists, n * per_round))
+                drawn = list(islice(lists, n_lists))
             for i in range(0, len(drawn), per_round):
                 round_lists = drawn[i : i + per_round]
                 k = sum(map(len, round_lists))
                 is_full = k == sizes[1] if sizes else len(round_lists) == per_round
                 if is_full or self.spec.uneven != 'drop':
                     yield round_lists, k
-            if len(drawn) < n * per_round:
-                return
-            n = min(2 * n, MAX_ROUNDS)
 
 
 def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:
@@ -399,24 +328,15 @@ def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:
 
 def _gives_index_lists(dl: Any) -> bool:
     "Return True for a DataLoader over index lists, whose iteration is not overridden by a subclass."
-    if (
-        not isinstance(dl, DataLoader)
-        or isinstance(dl.dataset, IterableDataset)
-        or hasattr(dl, 'load_state_dict')
-        or not iterates_as_torch(dl)
-        or type(dl).__len__ is not DataLoader.__len__
-    ):
-        return False
-    sampler = get_index_sampler(dl)
-    if isinstance(sampler, Iterator):
-        return False
-    if dl.batch_sampler is not None:
-        return True
-    state = capture_loader_state(dl)
-    with preserved_rng():
-        first = next(iter(sampler), None)
-    restore_loader_state(dl, state)
-    return isinstance(first, (list, range)) or getattr(first, 'ndim', 0) == 1
+    return (
+        isinstance(dl, DataLoader)
+        and not isinstance(dl.dataset, IterableDataset)
+        and not hasattr(dl, 'load_state_dict')
+        and iterates_as_torch(dl)
+        and type(dl).__len__ is DataLoader.__len__
+        and not isinstance(get_index_sampler(dl), Iterator)
+        and (dl.batch_sampler is not None or isinstance(dl.sampler, BatchSampler))
+    )
 
 
 def _compute_sizes(dl: DataLoader[Any], spec: ShardSpec) -> tuple[int, int] | None:
@@ -432,29 +352,10 @@ def _compute_sizes(dl: DataLoader[Any], spec: ShardSpec) -> tuple[int, int] | No
 
 
 def _select_entries(lists: list[Any], rows: range | list[int]) -> Any:
-    "Select entries of the concatenation of index lists, by position."
-    length = len(lists[0])
-    if (
-        isinstance(rows, range)
-        and len(rows) == length
-        and rows.start % length == 0
-        and all(len(indices) == length for indices in lists)
-    ):
-        return lists[rows.start // length]
-    indices = _concatenate(lists)
-    if isinstance(rows, range):
-        return indices[rows.start : rows.stop]
-    if isinstance(indices, (Tensor, np.ndarray)):
-        return indices[rows]
-    return [indices[i] for i in rows]
-
-
-def _concatenate(lists: list[Any]) -> Any:
-    "Concatenate index lists of one type: tensors, arrays or lists."
-    if len(lists) == 1:
-        return lists[0]
+    "Select entries of the concatenation of index lists (tensors, arrays or lists), by position."
     if isinstance(lists[0], Tensor):
-        return torch.cat(lists)
+        return torch.cat(lists)[list(rows)]
     if isinstance(lists[0], np.ndarray):
-        return np.concatenate(lists)
-    return list(chain.from_iterable(lists))
+        return np.concatenate(lists)[list(rows)]
+    indices = list(chain.from_iterable(lists))
+    return [indices[i] for i in rows]

@@ -8,18 +8,16 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.dcp import replace_at, take_parts
 from learnkit.core.batch import count_samples, find_bs, slice_batch
 from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.distributed.comm import Comm
-from learnkit.distributed.compare import compute_checksum
-from learnkit.distributed.dtensor import is_dtensor
 from learnkit.engine.microbatch import divide, weighted_loss
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
@@ -103,8 +101,7 @@ class SeveralProcesses(SingleProcess):
             own, total = share or (1, size)
             return 1 if own * size == total else own * size / total
         weights = self.team.sum_weights()
-        own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
-        return divide(own_weight * size, weights.total())
+        return divide(weights.own * size, weights.total())
 
     @override
     def split(self, learn: LearnerLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
@@ -227,37 +224,20 @@ def gather_rank_states(
 
     The other ranks return a list with their own entry only. Sharded tensors belong to all ranks: in an entry, they are
     replaced by None, and their positions are listed under 'shared'."""
-    fingerprints = {key: compute_fingerprint(value) for key, value in state['callbacks'].items()}
-    grads = compute_fingerprint(state['grads'])
-    first_fingerprints, first_grads = world.broadcast((fingerprints, grads))
-    own_states: dict[str, Any] = {}
-    shared_paths: dict[str, Any] = {}
-    for key, callback_state in state['callbacks'].items():
-        if fingerprints[key] == first_fingerprints.get(key):
-            continue
-        own_states[key], places, _ = take_parts(callback_state)
-        if places:
-            shared_paths[key] = places
+    own_states = {key: take_parts(value)[0] for key, value in state['callbacks'].items()}
+    grads = take_parts(state['grads'])[0]
+    digests = {key: digest(own_state, ()) for key, own_state in own_states.items()}
+    first_digests, first_grads = world.broadcast((digests, digest(grads, ())))
+    differing = [key for key in own_states if digests[key] != first_digests.get(key)]
     own = {
         'rng': state['rng'],
         'position': state['position'],
-        'callbacks': own_states,
-        'shared': shared_paths,
+        'callbacks': {key: own_states[key] for key in differing},
+        'shared': {key: take_parts(state['callbacks'][key])[1] for key in differing},
     }
-    if grads != first_grads:
-        own['grads'] = state['grads']
-    gathered = world.collect({} if world.is_first else own)
-    return gathered or [own if rank == world.rank else {} for rank in range(world.size)]
-
-
-def compute_fingerprint(value: Any) -> Any:
-    "Return a nested state with checksums for tensors; sharded tensors are compared by shape only."
-    if is_dtensor(value):
-        return tuple(value.shape)
-    if isinstance(value, Tensor):
-        return compute_checksum(value), tuple(value.shape)
-    if isinstance(value, Mapping):
-        return {k: compute_fingerprint(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [compute_fingerprint(v) for v in value]
-    return value
+    if digest(grads, ()) != first_grads:
+        own['grads'] = grads
+    gathered = world.gather({} if world.is_first else own)
+    if world.is_first:
+        return gathered
+    return [own if rank == world.rank else {} for rank in range(world.size)]

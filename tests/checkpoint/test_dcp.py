@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import warnings
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ import torch
 import torch.distributed.checkpoint
 
 from learnkit import EMA, Callback, Checkpoint
-from learnkit.checkpoint.dcp import Writers, find_parts_folder, load_parts, take_parts
-from learnkit.checkpoint.file import read_state, write_state
-from learnkit.checkpoint.folder import check_files, find
+from learnkit.checkpoint.dcp import find_parts_folder, load_parts
+from learnkit.checkpoint.file import read_state
+from learnkit.checkpoint.folder import find
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
-from learnkit.distributed.comm import join_ranks
 from learnkit.distributed.dtensor import gather_full_state
 from tests.helpers.fsdp import WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks, started_ranks
@@ -108,11 +106,6 @@ def test_a_run_resumes_with_other_processes(written, tmp_path, before, after):
         assert max_difference(end, again[0]) == 0
 
 
-def test_a_run_of_two_resumes_with_four(written, tmp_path):
-    for found in run_ranks(fit, 4, copied(written, tmp_path), 'fsdp', True):
-        assert max_difference(but_train_loss(written['fsdp'][1]), but_train_loss(found)) < 1e-6
-
-
 def weights(rank, folder, strategy, others):
     "Save weights in one way and load them in all others."
     learn = learner(cbs=EMA(0.9))
@@ -152,22 +145,6 @@ def test_weights_of_a_checkpoint_load(written):
     assert max_difference(state_values(learn), written['fsdp'][1][: len(state_values(learn))]) == 0
 
 
-def few(rank, folder):
-    fit(rank, folder, 'fsdp', every='1ba', keep_last=2, keep_best=0)
-    return sorted(p.name for p in Path(folder).iterdir())
-
-
-def test_folders_go_with_their_files(tmp_path):
-    stale = tmp_path / '00001-ep0-ba1.parts'
-    stale.mkdir()
-    (tmp_path / 'mine.parts').mkdir()
-    for names in run_ranks(few, 2, tmp_path):
-        assert [n for n in names if n[0] == '0'] == [
-            f'{n}.{s}' for n in ('00010-ep1-ba10', '00011-ep2-ba10') for s in ('ckpt', 'parts')
-        ]
-    assert (tmp_path / 'mine.parts').exists()
-
-
 # -- what is damaged -------------------------------------------------------------------------------
 
 
@@ -185,32 +162,19 @@ def change(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize('harm', [remove, cut, change])
-@pytest.mark.parametrize('name', ['__0_0.distcp', '.metadata'])
+@pytest.mark.parametrize(
+    ('harm', 'name'), [(remove, '.metadata'), (cut, '__0_0.distcp'), (change, '.metadata')]
+)
 def test_what_is_not_whole_is_passed_over(written, tmp_path, harm, name):
     folder = copied(written, tmp_path)
     *_, before, last = sorted(folder.glob('*.ckpt'))
     harm(find_parts_folder(last) / name)
-    with pytest.raises(DamagedError, match=f'{last.name} belongs to .*{name}'):
+    with pytest.raises(DamagedError, match=f'{last.name} is not a whole checkpoint: .*{name}'):
         find(last, folder)
     with pytest.warns(UserWarning, match=f'{before.name} is used'):
         assert find(True, folder)[0] == before
-    with pytest.raises(WeightsError, match='belongs to'):
+    with pytest.raises(WeightsError, match='is not a whole checkpoint'):
         learner().load(last)
-
-
-def test_a_folder_that_is_missing_is_passed_over_by_all(written, tmp_path):
-    folder = copied(written, tmp_path)
-    shutil.rmtree(find_parts_folder(sorted(folder.glob('*.ckpt'))[-1]))
-    for found in run_ranks(resumed_with_warning, 2, folder):
-        assert max_difference(found, written['fsdp'][1]) == 0
-
-
-def resumed_with_warning(rank, folder):
-    if rank:
-        return fit(rank, folder, 'fsdp', True)
-    with pytest.warns(UserWarning, match='were skipped'):
-        return fit(rank, folder, 'fsdp', True)
 
 
 class Calls:
@@ -243,21 +207,13 @@ def test_a_hostile_folder_runs_nothing(written, tmp_path):
     ]
     for content in hostile:
         (parts / '.metadata').write_bytes(content)
-        with pytest.raises(DamagedError, match=f'{path.name} has parts that cannot be read'):
+        with pytest.raises(DamagedError, match=f'{path.name} .*: its parts cannot be read'):
             load_parts(read_state(path)[0], path)
     (parts / '.metadata').write_bytes(metadata)
     (parts / '__0_0.distcp').write_bytes(pickle.dumps(Calls(f'touch {tmp_path}/sentinel')) * 1000)
     with pytest.raises(DamagedError, match='cannot be read'):
         load_parts(read_state(path)[0], path)
     assert not (tmp_path / 'sentinel').exists()
-
-
-def test_a_file_outside_of_the_folder_is_refused(written, tmp_path):
-    path = sorted(copied(written, tmp_path).glob('*.ckpt'))[-1]
-    state, _ = read_state(path)
-    state['parts']['files']['../../etc/passwd'] = [1, '']
-    with pytest.raises(DamagedError, match='names a file'):
-        check_files(path, state)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -274,9 +230,8 @@ def no_room(rank, folder, background):
         return type(e).__name__, str(e)
 
 
-@pytest.mark.parametrize('background', [True, False])
-def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path, background):
-    first, second = run_ranks(no_room, 2, tmp_path, background)
+def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path):
+    first, second = run_ranks(no_room, 2, tmp_path, True)
     assert first[0] in ('CheckpointError', 'DistributedError')
     assert second[0] in ('OSError', 'CheckpointError')
     assert 'rocess 1' in first[1] and 'File too large' in first[1], first
@@ -327,54 +282,3 @@ def test_a_killed_run_resumes_exactly(written, tmp_path):
             assert all(c.poll() for c in children)
     for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
         assert max_difference(found, written['fsdp'][1]) == 0
-
-
-def cut(rank, folder, dims):
-    "Write tensors that are sharded along a dimension, tied, transposed, complex, or smaller than the world size."
-    world = join_ranks(timeout_s=300.0)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh('cpu', (2,))
-    made = {}
-    for dim in dims:
-        for size in ((5, 3), (1, 4), (4, 1)):
-            made[f'{dim}{size}'] = distribute_tensor(numbers(*size), mesh, [Shard(dim)])
-        made[f'{dim}complex'] = distribute_tensor(
-            torch.complex(numbers(5, 3), -numbers(5, 3)), mesh, [Shard(dim)]
-        )
-    made['whole'] = distribute_tensor(numbers(5, 3), mesh, [Replicate()])
-    made['tied'] = made['0(5, 3)']
-    rest, places, parts = take_parts({'made': made})
-    writers = Writers(world)
-    files = writers.write(parts, find_parts_folder(folder / 'a.ckpt'))
-    rest['parts'] = {'places': places, 'files': files}
-    if rank == 0:
-        write_state(folder / 'a.ckpt', rest, {})
-    writers.close()
-    torch.distributed.barrier()
-    found = load_parts(read_state(folder / 'a.ckpt')[0], folder / 'a.ckpt', mesh)['made']
-    return {k: t.full_tensor() if hasattr(t, 'full_tensor') else t for k, t in found.items()}
-
-
-def numbers(*size):
-    return torch.arange(prod(size)).reshape(size) + 0.5
-
-
-def test_tensors_cut_in_any_way_are_restored(tmp_path):
-    shards = run_ranks(cut, 2, tmp_path, (0, 1))
-    check_files(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0])
-    for found in (
-        *shards,
-        load_parts(read_state(tmp_path / 'a.ckpt')[0], tmp_path / 'a.ckpt')['made'],
-    ):
-        assert len(found) == 10
-        for name, t in found.items():
-            expected = (
-                numbers(5, 3)
-                if name in ('whole', 'tied')
-                else numbers(*map(int, name[2:-1].split(', ')))
-                if '(' in name
-                else torch.complex(numbers(5, 3), -numbers(5, 3))
-            )
-            assert torch.equal(t, expected), name

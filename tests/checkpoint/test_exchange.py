@@ -130,12 +130,6 @@ def test_a_loss_that_made_the_predictions_is_missed(trained: Learner) -> None:
     assert torch.equal(learn.get_preds(dl=trained.dls.valid)[0], trained.get_preds()[0])
 
 
-def test_its_weights_load_into_a_learner_too(trained: Learner, tmp_path: Path) -> None:
-    path = trained.save_learner(hidden=8)
-    learn = Learner(data(tmp_path), Net(8), nn.CrossEntropyLoss()).load(path)
-    assert torch.equal(learn.model[0].weight, trained.model[0].weight)
-
-
 def test_other_files_are_refused(trained: Learner, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match='without a configuration'):
         load_learner(trained.save('w'), model=Net(8))
@@ -146,30 +140,3 @@ def test_other_files_are_refused(trained: Learner, tmp_path: Path) -> None:
     torch.save(trained.model, tmp_path / 'pickle.pth')
     with pytest.raises(WeightsError, match='would run code'):
         load_learner(tmp_path / 'pickle.pth', model=Net(8))
-
-
-def rewritten(learn: Learner, **changes: Any) -> Path:
-    "Return a file with changed configuration; None removes an entry."
-    stored = torch.load(path := learn.save_learner(hidden=8), weights_only=True)
-    config = {**stored['config'], **changes}
-    stored['config'] = {k: v for k, v in config.items() if v is not LEFT_OUT}
-    torch.save(stored, path)
-    return path
-
-
-LEFT_OUT = object()
-
-
-def test_a_configuration_may_lack_entries(trained: Learner) -> None:
-    path = rewritten(
-        trained, loss_func=LEFT_OUT, lr=LEFT_OUT, activates=True, vocab=LEFT_OUT, n_inp=LEFT_OUT
-    )
-    with pytest.warns(UserWarning, match='had the loss None'):
-        learn = load_learner(path, model=Net)
-    assert learn.wd == 0.2 and learn.dls.vocab is None
-
-
-def test_rates_by_optimizer_are_kept(trained: Learner) -> None:
-    rates = {'body': 0.1, 'head': [0.2, 0.3]}
-    learn = load_learner(rewritten(trained, lr=rates), model=Net)
-    assert learn.lr == rates

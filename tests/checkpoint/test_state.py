@@ -10,7 +10,6 @@ from torch import nn
 
 from learnkit import (
     EMA,
-    SAM,
     Callback,
     DataLoaders,
     GradientAccumulation,
@@ -44,13 +43,7 @@ def make(*cbs: Any, **kwargs: Any) -> Learner:
 
 CBS: dict[str, Any] = {
     'none': lambda: [],
-    'ema': lambda: [EMA()],
-    'sam': lambda: [SAM()],
-    'mixup': lambda: [MixUp()],
-    'bf16': lambda: [MixedPrecision('bf16')],
-    'fp16': lambda: [MixedPrecision('fp16')],
     'three': lambda: [EMA(), GradientClip(), MixUp()],
-    'accumulation': lambda: [GradientAccumulation(8)],
     'accumulation-bf16': lambda: [GradientAccumulation(10), EMA(), MixedPrecision('bf16')],
 }
 
@@ -74,38 +67,6 @@ def test_with_iterations_and_evaluations_in_the_middle_of_epochs() -> None:
     assert [s['loop']['place'] for s in kept].count('iteration') == 1
 
 
-class Counts(Callback):
-    "Counts like a callback written for fastai: reset in `before_fit`, no `state_dict`."
-
-    def __init__(self, step: int = 1) -> None:
-        self.step = step
-
-    def before_fit(self) -> None:
-        self.seen, self.at_epoch, self.losses = 0, [], []
-
-    def before_epoch(self) -> None:
-        self.in_epoch = 0
-
-    def after_batch(self) -> None:
-        if not self.training:
-            return
-        self.seen += self.step
-        self.in_epoch += 1
-        self.losses.append(self.loss.item())
-
-    def after_epoch(self) -> None:
-        self.at_epoch.append((self.epoch, self.seen, self.in_epoch))
-
-
-def test_callbacks_without_checkpoint_support_resume_too() -> None:
-    check_every_place(lambda: make(Counts()), places=lambda kept: kept[1::4])
-    _, kept = train_without_stop(lambda: make(Counts()), lambda learn, r: learn.fit(2))
-    learn = make(Counts(step=10))
-    learn.fit(2, resume=kept[2])
-    # every attribute is part of the state, also an option
-    assert (learn.counts.step, learn.counts.seen) == (1, 12)
-
-
 def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
     _, kept = train_without_stop(make, lambda learn, r: learn.fit(1))
     end, _ = train_without_stop(make, lambda learn, r: learn.fit(3))
@@ -117,14 +78,6 @@ def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
     learn = make()
     with pytest.warns(UserWarning, match=r' 1 epochs, .* 3'):
         learn.fit(3, resume=kept[2])
-
-
-def test_a_finished_fit_trains_nothing_more() -> None:
-    end, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
-    learn, batches = make(), []
-    learn.add_cbs([Keep(), Callback(before_batch=lambda cb: batches.append(cb.iter))])
-    learn.fit(2, resume=kept[-1])
-    assert not batches and not differences(end, learn.checkpoint_state())
 
 
 def test_a_stopped_fit_stays_stopped() -> None:
@@ -144,19 +97,6 @@ def test_a_stopped_fit_stays_stopped() -> None:
     )
 
 
-def test_a_budget_counts_what_was_used() -> None:
-    check_every_place(make, lambda learn, r: learn.fit('9ba', resume=r), lambda kept: kept[1::4])
-
-
-def test_the_second_fit_of_a_learner() -> None:
-    def fit(learn: Learner, resume: Any) -> None:
-        if resume is False:
-            learn.fit(1)
-        learn.fit(2, resume=resume)
-
-    check_every_place(make, fit, lambda kept: kept[7::4])  # from the second fit on
-
-
 def test_frozen_layers_and_modes_stay() -> None:
     def freeze(cb: Any) -> None:
         if cb.epoch == 0 and cb.iter == 3 and cb.training:
@@ -164,22 +104,6 @@ def test_frozen_layers_and_modes_stay() -> None:
             cb.model[0].requires_grad_(False)
 
     check_every_place(lambda: make(Callback(after_batch=freeze)), places=lambda kept: kept[2::4])
-
-
-def test_events_that_fire_again_are_marked_by_resumed() -> None:
-    _, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
-    seen: list[Any] = []
-
-    def note(event: str) -> Any:
-        return lambda cb: seen.append((event, cb.epoch, cb.resumed))
-
-    noting = {e: note(e) for e in ('before_fit', 'before_epoch', 'before_train', 'before_batch')}
-    make(Callback(**noting)).fit(2, resume=kept[4])
-    assert [resumed for *_, resumed in seen[:5]] == [True] * 3 + [False] * 2
-    seen.clear()
-    make(Callback(**noting)).fit(2, resume=kept[6])
-    expected = [('before_fit', 0, True), ('before_epoch', 1, False), ('before_train', 1, False)]
-    assert seen[:3] == expected
 
 
 def test_a_state_can_be_restored_outside_of_a_fit() -> None:
@@ -247,22 +171,6 @@ def test_a_loss_with_its_own_weights() -> None:
     check_every_place(learner, places=lambda kept: kept[1::6])
 
 
-def test_two_optimizers() -> None:
-    def learner() -> Learner:
-        learn = make()
-        learn.opt_func = lambda params, lr: {
-            'body': torch.optim.SGD(learn.model[:2].parameters(), lr, momentum=0.9),
-            'head': torch.optim.AdamW(learn.model[2:].parameters(), lr),
-        }
-        return learn
-
-    check_every_place(learner, places=lambda kept: kept[1::6])
-
-
-def test_lbfgs() -> None:
-    check_every_place(lambda: make(opt_func=torch.optim.LBFGS), places=lambda kept: kept[4::6])
-
-
 def test_sparse_gradients_that_wait() -> None:
     def learner() -> Learner:
         torch.manual_seed(0)
@@ -274,22 +182,6 @@ def test_sparse_gradients_that_wait() -> None:
 
     kept = check_every_place(learner, places=lambda kept: kept[:3])
     assert set(kept[0]['grads']['0']) == {'indices', 'values', 'size'}
-
-
-@pytest.mark.full
-def test_a_compiled_step_resumes_within_rounding() -> None:
-    def learner() -> Learner:
-        learn = make()
-        learn.compile(step=True)
-        return learn
-
-    end, kept = train_without_stop(learner, lambda learn, r: learn.fit(2))
-    learn = learner()
-    # its first steps are not the compiled ones, which add up in another order
-    learn.fit(2, resume=kept[5])
-    now = learn.checkpoint_state()['model']
-    for k, v in end['model'].items():
-        assert torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:

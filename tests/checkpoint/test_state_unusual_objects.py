@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnkit import EMA, Callback, DataLoaders, Learner
+from learnkit import Callback, DataLoaders, Learner
 from learnkit.core.errors import FitError
 from tests.helpers.resuming import check_every_place
 
@@ -84,72 +82,13 @@ def test_lazy_modules() -> None:
     check_every_place(lambda: make(lazy()), places=some)
 
 
-def test_a_wrapped_model_trains_on_after_an_evaluation() -> None:
-    check_every_place(lambda: make(nn.DataParallel(net())), places=lambda kept: [kept[0], kept[6]])
-
-
 # Optimizers
-
-
-def test_adafactor() -> None:
-    # its eps is (None, 0.001)
-    check_every_place(lambda: make(opt_func=torch.optim.Adafactor), places=some)
 
 
 # Loaders
 
 
-class Growing:
-    "A loader with one more batch in each epoch."
-
-    def __init__(self) -> None:
-        self.epoch, self.data = 0, points()
-
-    def __len__(self) -> int:
-        return 3 + self.epoch
-
-    def __iter__(self) -> Iterator[Batch]:
-        x, y = self.data
-        for i in range(len(self)):
-            yield x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4]
-        self.epoch += 1
-
-
-class GrowingSampler(list[Any]):
-    "The same loader as a batch sampler that sets its own epoch."
-
-    epoch = 0
-
-    def __len__(self) -> int:
-        return 3 + self.epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for i in range(len(self)):
-            yield [*range(4 * i, 4 * i + 4)]
-        self.epoch += 1
-
-
-@pytest.mark.parametrize(
-    'train', [Growing, lambda: DataLoader(TensorDataset(*points()), batch_sampler=GrowingSampler())]
-)
-def test_epochs_of_different_lengths(train: Any) -> None:
-    kept = check_every_place(lambda: make(dls=DataLoaders(train(), [points()])))
-    assert [s['loop']['n_drawn'] for s in kept] == [1, 2, 3, 3, 1, 2, 3, 4, 4]
-
-
 # Learners
-
-
-class OwnLoop(Learner):
-    def all_batches(self) -> None:
-        self.n_iter = len(self.dl)
-        for i, batch in enumerate(self.dl):
-            self.one_batch(i, batch)
-
-
-def test_a_learner_with_another_way_to_draw_batches_resumes_after_an_epoch() -> None:
-    kept = check_every_place(lambda: make(kind=OwnLoop))
-    assert [s['loop']['place'] for s in kept] == ['epoch', 'epoch']
 
 
 # What no checkpoint holds
@@ -171,40 +110,17 @@ class InLearner(Callback):
         self.learn.opt.set_hypers(lr=0.1 / self.learn.calls)
 
 
-class InData(Dataset[Batch]):
-    def __init__(self) -> None:
-        self.data, self.calls = points(), [0]
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, i: int) -> Batch:
-        self.calls[0] += 1
-        return self.data[0][i] / self.calls[0], self.data[1][i]
-
-
 @pytest.mark.parametrize(
     ('options', 'owner'),
     [
         ({'model': InModel}, 'InModel'),
         ({'cbs': InLearner}, 'Learner'),
-        ({'dls': lambda: DataLoaders(DataLoader(InData(), 4), [points()])}, 'InData'),
     ],
 )
 def test_the_check_names_attributes_that_no_checkpoint_holds(options: Any, owner: str) -> None:
     found = make(**{name: made() for name, made in options.items()}).check_resume()
     assert not found
     assert [h for h in found.hints if h.startswith(f'`calls` of {owner} differs as well')]
-
-
-class InSubclass(EMA):
-    def before_batch(self) -> None:
-        self.calls = getattr(self, 'calls', 0) + 1
-        self.learn.opt.set_hypers(lr=0.1 / self.calls)
-
-
-def test_what_a_subclass_of_a_ready_made_callback_adds_is_held() -> None:
-    assert make(cbs=InSubclass()).check_resume()
 
 
 def test_the_check_needs_values() -> None:

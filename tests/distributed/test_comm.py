@@ -44,30 +44,6 @@ SRUN = {
     'SLURM_STEP_TASKS_PER_NODE': '2(x2)',
 }
 SBATCH = {**JOB, 'SLURM_LOCALID': '0', 'SLURM_NODEID': '0', 'SLURM_PROCID': '0'}
-SALLOC = {
-    **JOB,
-    'SLURM_LAUNCH_NODE_IPADDR': '10.0.0.9',
-    'SLURM_LOCALID': '0',
-    'SLURM_NODEID': '0',
-    'SLURM_PROCID': '0',
-    'SLURM_STEPID': '4294967290',
-    'SLURM_STEP_ID': '4294967290',
-    'SLURM_STEP_NODELIST': 'n1',
-    'SLURM_STEP_NUM_NODES': '1',
-    'SLURM_STEP_NUM_TASKS': '1',
-}
-
-
-@pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "Create a command of this name that prints a list of hosts, like SLURM's."
-    command = tmp_path / 'scontrol'
-    command.write_text(
-        '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && [ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n'
-    )
-    command.chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
-    return command
 
 
 # -- variables of launchers
@@ -83,22 +59,13 @@ def test_torchrun_is_read_and_what_else_it_sets_is_left_alone() -> None:
     assert launched_as({**TORCHRUN, **elastic}) == TORCHRUN
 
 
-def test_torchrun_within_a_job_of_slurm_wins() -> None:
-    assert launched_as({**SRUN, **TORCHRUN}) == TORCHRUN
-
-
-def test_variables_set_by_hand_may_leave_out_the_local_rank() -> None:
-    by_hand = {k: v for k, v in TORCHRUN.items() if k != 'LOCAL_RANK'}
-    assert launched_as(by_hand) == {**TORCHRUN, 'LOCAL_RANK': '0'}
-
-
 @pytest.mark.parametrize('missing', ['MASTER_ADDR', 'MASTER_PORT'])
 def test_a_missing_address_is_named(missing: str) -> None:
     with pytest.raises(DistributedError, match=f'but not {missing}'):
         launched_as({k: v for k, v in TORCHRUN.items() if k != missing})
 
 
-def test_srun_on_several_machines(scontrol: Path) -> None:
+def test_srun_on_several_machines() -> None:
     assert launched_as(SRUN) == {
         'RANK': '3',
         'WORLD_SIZE': '4',
@@ -110,24 +77,17 @@ def test_srun_on_several_machines(scontrol: Path) -> None:
     assert {k: launched_as({**SRUN, **own})[k] for k in own} == own
 
 
-def test_srun_on_machines_that_are_listed_in_full() -> None:
-    assert launched_as({**SRUN, 'SLURM_STEP_NODELIST': 'big,small'})['MASTER_ADDR'] == 'big'
-
-
-def test_srun_where_scontrol_fails_states_what_to_set(scontrol: Path) -> None:
-    with pytest.raises(DistributedError, match='Set MASTER_ADDR'):
-        launched_as({**SRUN, 'SLURM_STEP_NODELIST': 'm[1-2]'})
-
-
-def test_srun_on_one_machine_asks_nobody() -> None:
-    one = {**SRUN, 'SLURM_STEP_NUM_NODES': '1', 'SLURM_STEP_NODELIST': 'n1'}
-    assert launched_as(one)['MASTER_ADDR'] == '10.0.0.9'
+@pytest.mark.parametrize(
+    ('nodes', 'first'), [('big,small', 'big'), ('n[03-05,9],m1', 'n03'), ('a-1,a-[2-3]', 'a-1')]
+)
+def test_the_first_of_the_machines_of_a_step(nodes: str, first: str) -> None:
+    assert launched_as({**SRUN, 'SLURM_STEP_NODELIST': nodes})['MASTER_ADDR'] == first
 
 
 @pytest.mark.parametrize(
     'env',
-    [SBATCH, SALLOC, JOB, {**SRUN, 'SLURM_STEP_NUM_TASKS': '1'}],
-    ids=['batch script', 'interactive shell', 'shell of the allocation', 'srun of one task'],
+    [SBATCH, JOB, {**SRUN, 'SLURM_STEP_NUM_TASKS': '1'}],
+    ids=['batch script', 'shell of the allocation', 'srun of one task'],
 )
 def test_one_process_of_a_job_is_alone(env: dict[str, str]) -> None:
     assert launched_as(env) == {}
@@ -165,35 +125,6 @@ def test_a_group_that_is_there_is_used_and_left_as_it_is() -> None:
     assert run_ranks(_in_a_group_of_another, 2) == expected
 
 
-def _started_by_srun(rank: int) -> tuple[Any, ...]:
-    import torch.distributed as dist
-
-    port = os.environ['MASTER_PORT']
-    for name in TORCHRUN:
-        os.environ.pop(name, None)
-    os.environ.update(
-        {
-            **SRUN,
-            'SLURM_PROCID': str(rank),
-            'SLURM_LOCALID': str(rank),
-            'SLURM_STEP_NUM_TASKS': '2',
-            'SLURM_STEP_NUM_NODES': '1',
-            'SLURM_LAUNCH_NODE_IPADDR': '127.0.0.1',
-            'MASTER_PORT': port,
-        }
-    )
-    world = join_ranks(30.0)
-    gathered = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
-    world.leave()
-    return *gathered, dist.is_initialized()
-
-
-@pytest.mark.dist
-def test_processes_of_srun_find_one_another() -> None:
-    expected = [(rank, rank, 2, True, [0, 1], False) for rank in (0, 1)]
-    assert run_ranks(_started_by_srun, 2) == expected
-
-
 def _value(rank: int, n: int) -> Any:
     return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
 
@@ -208,12 +139,6 @@ def _gathers(rank: int) -> list[bool]:
         mine, both = _value(rank, n), [_value(0, n), _value(1, n)]
         right += [same(m, b) for m, b in zip(world.gather(mine), both, strict=True)]
         right.append(same(world.broadcast(mine if rank == 0 else None), _value(0, n)))
-        collected = world.collect(mine)
-        right.append(len(collected) == (2 if rank == 0 else 0))
-        right += [
-            same(m, b)
-            for m, b in zip(collected, [_value(0, n), _value(1, n)][: len(collected)], strict=True)
-        ]
     lopsided = world.gather('y' * 30_000 if rank else None)
     right.append(lopsided == [None, 'y' * 30_000])
     world.leave()
@@ -279,20 +204,6 @@ def test_numbers_that_are_posted_arrive_one_exchange_later() -> None:
     assert run_ranks(_exchanges, 2) == [expected] * 2
 
 
-def _gathers_other_things(rank: int) -> str:
-    world = join_ranks(20.0)
-    with pytest.raises(DistributedError) as e:
-        world.gather(rank, ('metrics', 'values')[rank])
-    world.leave()
-    return str(e.value)
-
-
-@pytest.mark.dist
-def test_ranks_that_gather_different_things_are_named() -> None:
-    for text in run_ranks(_gathers_other_things, 2):
-        assert 'Process 0 of 2 gathers metrics, and process 1 gathers values' in text
-
-
 def _runs(rank: int) -> list[str]:
     world, found = join_ranks(20.0), []
 
@@ -317,20 +228,6 @@ def test_an_error_of_one_rank_is_raised_in_all() -> None:
         ['DistributedError: Process 1 of 2 has failed: ValueError: broken', '0'],
         ['ValueError: broken', '1'],
     ]
-
-
-def _meets_again(rank: int) -> list[Any]:
-    gathered = []
-    for i in range(5):
-        world = join_ranks(20.0)
-        gathered.append(world.gather((rank, i)))
-        world.leave()
-    return gathered
-
-
-@pytest.mark.dist
-def test_the_same_processes_meet_again_and_again() -> None:
-    assert run_ranks(_meets_again, 2) == [[[(0, i), (1, i)] for i in range(5)]] * 2
 
 
 # -- for real
@@ -418,30 +315,3 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert a.keys() == b.keys()
     for name, t in a.items():
         assert torch.equal(t, b[name]), name
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_ray_train_gives_what_two_processes_give() -> None:
-    pytest.importorskip('ray')
-    env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    command = [sys.executable, ROOT / 'examples/ray_train.py']
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (
-        "'epoch': 2, 'train_loss': 0.2645, 'valid_loss': 0.0866, 'accuracy': 0.9778" in done.stdout
-    )
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_two_agents_of_torchrun_are_two_machines(tmp_path: Path) -> None:
-    env = os.environ | {
-        'PYTHONPATH': str(ROOT),
-        'OMP_NUM_THREADS': '1',
-        'PORT': str(free_port()),
-        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
-    }
-    command = ['bash', ROOT / 'examples/two_nodes.sh', '--epochs', '1', '--folder', tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and '2 processes' in done.stdout, done.stderr[-3000:]

@@ -65,42 +65,18 @@ def with_dicts(bs: int) -> Learner:
     return learn
 
 
-@pytest.mark.parametrize('n', [2, 4])
-def test_tokens_are_counted_over_all_processes(n: int) -> None:
-    compare(with_dicts, lambda learn: learn.fit(2), n)
+def test_tokens_are_counted_over_all_processes() -> None:
+    compare(with_dicts, lambda learn: learn.fit(2))
 
 
-@pytest.mark.parametrize(
-    'options', [{}, {'microbatch': 3}, {'cbs': GradientAccumulation(24)}], ids=str
-)
-def test_a_budget_of_tokens_ends_at_the_same_batch(options: dict[str, Any]) -> None:
+def test_a_budget_of_tokens_ends_at_the_same_batch() -> None:
     def tokens(xb: Any, yb: Any) -> int:
         return int((yb[0] + 1).sum())
 
-    if 'cbs' in options:
-        options = {'cbs': GradientAccumulation(24)}  # of this test alone
-    make = lambda bs: make_learner(make_dls(101, bs), token_func=tokens, **options)
+    make = lambda bs: make_learner(
+        make_dls(101, bs), token_func=tokens, cbs=GradientAccumulation(24)
+    )
     compare(make, lambda learn: learn.fit('301tok'))
-
-
-def test_an_optimizer_that_uses_the_loss_gets_the_global_loss() -> None:
-    # line searches make a rounding grow: few steps
-    make = lambda bs: make_learner(make_dls(101, bs), opt_func=torch.optim.LBFGS)
-    compare(make, lambda learn: learn.fit('3ba', 0.1), tolerance=1e-8)
-
-
-def test_a_budget_of_seconds_is_the_same_share_everywhere() -> None:
-    def job(rank: int) -> Any:
-        sleep(0.05 * rank)
-        learn = make_learner(make_dls(101, 8), cbs=Uneven())
-        learn.counters.seconds = float(rank)  # it has trained before, alone
-        with learn.distributed('ddp', timeout='20s'):
-            learn.fit_one_cycle('0.3s', 1e-2)
-            learn.check_replicas()
-        return learn.train_iter, rows(learn)
-
-    a, b = run_ranks(job)
-    assert a == b and a[0] > 3
 
 
 def test_the_clock_continues_from_the_checkpoint(tmp_path: Path) -> None:
@@ -202,38 +178,6 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
     for messages in run_ranks(job):
         assert 'broken' in messages[0]
         assert all(t.startswith('DistributedError: The last run') for t in messages[1:])
-
-
-def test_a_process_alone_in_its_fit_raises_when_the_other_has_left() -> None:
-    def job(rank: int) -> str:
-        learn = make_learner()
-        try:
-            with learn.distributed('ddp', timeout='20s'):
-                learn.fit(1)
-                if rank:
-                    learn.fit(1)
-            sleep(1.0)  # the first keeps the store
-        except DistributedError as e:
-            return str(e)
-        return ''
-
-    assert run_ranks(job)[1].startswith('Process 0 of 2 has left the training')
-
-
-def test_processes_with_different_world_sizes() -> None:
-    def job(rank: int) -> Any:
-        import os
-
-        os.environ['WORLD_SIZE'] = str(2 + rank)
-        learn = make_learner()
-        with (
-            pytest.raises(DistributedError, match='same WORLD_SIZE'),
-            learn.distributed('ddp', timeout='1s'),
-        ):
-            pass
-        return torch.distributed.is_initialized()
-
-    assert run_ranks(job) == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,12 @@ The CPU case checks these tests on machines without a GPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from learnkit import Callback, Learner
-from learnkit.callbacks import Checkpoint
-from learnkit.core.errors import DistributedError
+from learnkit import Learner
 from tests.helpers.distributing import make_dls, make_learner, rows, same_rows, weights
 
 pytestmark = pytest.mark.dist
@@ -38,16 +35,14 @@ def where(*marks_of_cpu: pytest.MarkDecorator) -> pytest.MarkDecorator:
     )
 
 
-def make(
-    device: str, bs: int = 8, dropout: float = 0.0, path: Any = '.', **options: Any
-) -> Learner:
+def make(device: str, bs: int = 8) -> Learner:
     dls = make_dls(101, bs)
     dls.device = torch.device(device)
-    return make_learner(dls, path, dropout, **options)
+    return make_learner(dls)
 
 
 def fit(learn: Learner) -> dict[str, Any]:
-    learn.fit(3, resume=any(isinstance(cb, Checkpoint) for cb in learn.cbs))
+    learn.fit(3)
     learn.check_replicas()
     return {'device': str(next(learn.model.parameters()).device), 'size': learn.world.size}
 
@@ -68,32 +63,3 @@ def test_shards_equal_replicas(device: str, backend: str | None) -> None:
     whole.launch(fit, 2, strategy='ddp', backend=backend)
     parts.launch(fit, 2, strategy='fsdp', backend=backend)
     torch.testing.assert_close(weights(parts).cpu(), weights(whole).cpu(), rtol=0, atol=1e-10)
-
-
-def stop_in_the_second_epoch(learn: Learner) -> None:
-    def leave(cb: Any) -> None:
-        if cb.learn.time.ba == 10:
-            raise KeyboardInterrupt
-
-    cb = Callback(batch_checkpoint=leave)
-    cb.order = 2000  # after the checkpoint
-    learn.fit(3, cbs=cb)
-
-
-@where(pytest.mark.full)
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_an_interrupted_run_resumes_exactly(
-    strategy: str, device: str, backend: str | None, tmp_path: Path
-) -> None:
-    def launch(folder: str, fn: Any) -> Learner:
-        learn = make(device, dropout=0.2, path=tmp_path / folder, cbs=Checkpoint(every='1ba'))
-        torch.manual_seed(1)  # processes begin with this one's generators
-        learn.launch(fn, 2, strategy=strategy, backend=backend)
-        return learn
-
-    straight = launch('straight', fit)
-    with pytest.raises(DistributedError, match='KeyboardInterrupt'):
-        launch('run', stop_in_the_second_epoch)
-    again = launch('run', fit)
-    assert torch.equal(weights(again).cpu(), weights(straight).cpu())
-    assert rows(again) == rows(straight)

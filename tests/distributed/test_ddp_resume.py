@@ -13,7 +13,6 @@ import torch
 from learnkit import Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
 from learnkit.checkpoint.compare import learn_digest
-from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import CheckpointError
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
@@ -92,22 +91,13 @@ def train(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    'tensors': {},
-    'torch': {'kind': 'torch'},
     'workers': {'kind': 'torch-workers'},
-    'accumulation': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))},
-    'four': {'n_ranks': 4},
     'four, accumulation': {'n_ranks': 4, 'cbs': (lambda: GradientAccumulation(50),)},
+    'ema': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))},
 }
 
 
-QUICK = 'workers', 'four, accumulation'  # each of the others is a part of one of them
-
-
-@pytest.mark.parametrize(
-    'case',
-    [case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES],
-)
+@pytest.mark.parametrize('case', CASES)
 def test_an_interrupted_run_resumes_exactly(case: str, tmp_path: Path) -> None:
     expected = train(tmp_path / 'whole', **CASES[case])
     for n in (2, 17):
@@ -142,12 +132,6 @@ def test_another_global_batch_size_is_refused_in_mid_epoch(tmp_path: Path) -> No
         return str(e.value)
 
     assert 'processes' in run_ranks(job, 1)[0]
-
-
-def test_one_file_and_one_writer(tmp_path: Path) -> None:
-    train(tmp_path, 3)
-    found = entries(tmp_path / 'checkpoints')
-    assert len(found) == 28 and len({e.info['run'] for e in found}) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_every_process(tmp_path: Path) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from learnkit import Checkpoint, DistributedError
-from learnkit.distributed import dtensor as dtensors
+from learnkit import DistributedError
 from learnkit.distributed.dtensor import close_hosts, host_mesh, open_hosts
-from tests.helpers.fsdp import learner, state_values
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -53,20 +49,3 @@ def come_and_go(rank: int) -> str:
 
 def test_hosts_are_forgotten_with_their_group() -> None:
     assert len({*run_ranks(come_and_go)}) == 1
-
-
-def again(rank: int, folder: Path) -> Any:
-    "Train, leave the context, resume from the checkpoint in a new context, and continue training."
-    learn = learner(n=40, cbs=[Checkpoint(folder=folder, every='1ep')])
-    with learn.no_bar(), learn.no_logging():
-        for n in (1, 2):
-            with learn.distributed('fsdp', timeout='30s'):
-                learn.fit(n, resume=n > 1)
-            assert not dtensors._host_meshes
-    return state_values(learn), learn.time.ep
-
-
-@pytest.mark.filterwarnings('ignore:The checkpoint is of a fit of 1 epochs')
-def test_a_context_is_entered_left_and_entered_again(tmp_path: Path) -> None:
-    (first, n), (second, m) = run_ranks(again, 2, tmp_path)
-    assert n == m == 2 and all(map(torch.equal, first, second))

@@ -11,7 +11,6 @@ import pytest
 
 from learnkit import Callback
 from learnkit.core.errors import DistributedError
-from learnkit.distributed.comm import join_ranks
 from learnkit.distributed.failures import is_lost
 from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks
@@ -57,28 +56,6 @@ def test_the_others_raise_the_error_of_the_one_that_failed(event: str, who: int)
             assert 'ValueError: boom\nTraceback (most recent' in error and 'in fail\n' in error
 
 
-def test_each_keeps_its_own_error() -> None:
-    def both(cb: Any) -> None:
-        raise ValueError(f'boom {cb.world.rank}')
-
-    def job(rank: int) -> str:
-        return fit(rank, rank, 'before_backward', both)[0]
-
-    assert run_ranks(job, 2) == ['ValueError: boom 0', 'ValueError: boom 1']
-
-
-def test_a_rank_that_computes_learns_of_it_at_its_next_collective() -> None:
-    def job(rank: int) -> tuple[str, float, int]:
-        if rank:
-            return fit(rank, 1, 'after_pred', fail)
-        return fit(rank, 0, 'after_pred', lambda cb: time.sleep(1.5))
-
-    (first, took_s, _), (second, _, _) = run_ranks(job, 2)
-    assert second == 'ValueError: boom'
-    assert first.startswith('DistributedError: Process 1 of 2 failed in')
-    assert took_s > 1.5
-
-
 def test_a_rank_whose_own_fit_ended_well_fails_with_the_other() -> None:
     def job(rank: int) -> str:
         learn = make_learner(make_dls(16, 8), cbs=Callback(cleanup=fail) if rank else None)
@@ -108,21 +85,6 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
         assert 'DistributedError: Process 1' in children[0].stderr
 
 
-def test_a_first_rank_that_is_stopped_is_named_although_it_keeps_the_store() -> None:
-    def job(rank: int) -> None:
-        stop = fit(rank, 0, 'after_loss', lambda cb: signal.raise_signal(signal.SIGSTOP), TIMEOUT_S)
-        assert not stop[0]
-
-    with started_ranks(job, 2) as (_, second):
-        began = time.monotonic()
-        second.wait(600)
-        assert time.monotonic() - began < TIMEOUT_S + 300 and second.code
-        assert (
-            'DistributedError: Process 0 of 2, which keeps the store, does not answer'
-            in second.stderr
-        )
-
-
 def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None:
     def ask(cb: Any) -> None:
         cb.world.gather('mine')
@@ -143,26 +105,3 @@ def test_errors_of_another_rank_are_distinguished_from_local_ones() -> None:
     outer.__context__ = lost
     errors = (lost, outer, ValueError('x'), KeyboardInterrupt(), None)
     assert [is_lost(e) for e in errors] == [True, True, False, False, False]
-
-
-def test_a_closed_comm_leaves_no_connection_open() -> None:
-    def job(rank: int) -> int:
-        import torch
-
-        world = join_ranks(200.0)
-        wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        from learnkit.distributed.ddp import Replicas
-
-        parts = Replicas()
-        parts.wrapped = wrapped
-        parts.release(make_learner())
-        began = time.monotonic()
-        if rank:
-            world.leave()
-        else:
-            with pytest.raises(RuntimeError) as e:
-                world.gather(1)
-            assert is_lost(e.value) and time.monotonic() - began < 150
-        return int('reducer' in vars(wrapped))  # the wrapper itself is still held
-
-    assert run_ranks(job, 2) == [0, 0]

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
@@ -17,7 +16,6 @@ from learnkit.distributed.shards import shard
 from tests.helpers.positions import (
     EpochCountSampler,
     IndexByIndex,
-    Items,
     OwnSeed,
     SetEpochSampler,
     Stream,
@@ -110,15 +108,6 @@ def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
                 assert len(given) == len(set(given)) == n // full * full
 
 
-def test_of_a_round_that_is_repeated_the_beginning_comes_again() -> None:
-    ranks = Together(tensors, 4, uneven='pad')
-    assert [p[1] for p in ranks.epoch()] == [[16, 17], [18, 19], [20, 21], [16, 17]]
-    make = lambda s: tensors(s, n=9, bs=3, shuffle=False)
-    ranks = Together(make, 2, uneven='pad', batch_size='global')
-    assert ranks.epoch() == [[[0, 1], [3, 4], [6, 7]], [[2, 0], [5, 3], [8, 6]]]
-    assert ranks.shards[0].share(0) == (2, 4)
-
-
 def test_a_process_without_a_sample_repeats_one_that_does_not_count() -> None:
     for make in (tensors, items):
         ranks = Together(lambda s, make=make: make(s, n=9), 2)
@@ -145,46 +134,6 @@ def test_without_fillers_no_loader_is_empty(make: Make, size: int, batch_size: s
         assert sorted(counted) == list(range(n)), n
 
 
-class Sizes:
-    "A batch sampler with unknown batch sizes that counts its passes."
-
-    passes = 0
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.passes += 1
-        order, i = torch.randperm(self.n).tolist(), 0
-        while i < self.n:
-            k = int(torch.randint(1, 5, ()))
-            yield order[i : i + k]
-            i += k
-
-
-@pytest.mark.parametrize('size', [2, 3])
-@pytest.mark.parametrize('workers', [0, 2])
-def test_a_batch_sampler_with_its_own_state_runs_in_each_process(size: int, workers: int) -> None:
-    def make(seed: int) -> Any:
-        return items(seed, n=40, batch_sampler=lambda s, n: Sizes(n), num_workers=workers)
-
-    expected, _ = alone(make)
-    ranks = Together(make, size)
-    for i in range(2):
-        parts = ranks.epoch()
-        rounds = [
-            list(chain.from_iterable(expected[i][j : j + size]))
-            for j in range(0, len(expected[i]), size)
-        ]
-        assert len(parts[0]) == len(rounds)
-        assert sorted(chain.from_iterable(rounds)) == list(range(40))
-        for j, of_round in enumerate(rounds):
-            pieces = [p[j] for p, dl in zip(parts, ranks.shards, strict=True) if dl.share(j)[0]]
-            assert list(chain.from_iterable(pieces)) == of_round
-            assert ranks.shards[0].share(j)[1] == len(of_round)
-    assert [whole.batch_sampler.passes for whole in ranks.wholes] == [2] * size
-
-
 @pytest.mark.parametrize('sampler', [OwnSeed, EpochCountSampler, SetEpochSampler, IndexByIndex])
 @pytest.mark.parametrize('workers', [0, 2])
 def test_user_samplers(sampler: Any, workers: int) -> None:
@@ -198,57 +147,6 @@ def test_user_samplers(sampler: Any, workers: int) -> None:
     ranks = Together(make(4), 2)
     assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
     assert are_equal(ranks.rngs[0], rng)
-
-
-def test_a_sampler_of_lists_with_a_data_set_that_takes_them() -> None:
-    class Whole(Items):
-        def __getitem__(self, i: Any) -> Tensor:
-            return torch.tensor(i)
-
-    def make(bs: int) -> Make:
-        return lambda seed: DataLoader(
-            Whole(), batch_size=None, sampler=BatchSampler(range(22), bs, drop_last=False)
-        )
-
-    expected, rng = alone(make(8))
-    ranks = Together(make(4), 2)
-    assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
-    assert are_equal(ranks.rngs[0], rng)
-    assert ranks.shards[0].batch_size is None
-
-
-@pytest.mark.parametrize('kind', ['items shuffled', 'items, generator'])
-@pytest.mark.parametrize('persistent', [False, True])
-def test_workers(kind: str, persistent: bool) -> None:
-    options = {'num_workers': 2, 'persistent_workers': persistent}
-    expected, rng = alone(lambda s: make_by_kind(kind)(8)(s, **options), 3)
-    ranks = Together(lambda s: make_by_kind(kind)(4)(s, **options), 2)
-    assert [rounds_of(ranks, ranks.epoch()) for _ in range(3)] == expected
-    assert are_equal(ranks.rngs[0], rng)
-
-
-@pytest.mark.parametrize('noise', OTHERS)
-def test_workers_of_different_processes_draw_different_numbers(noise: str) -> None:
-    def make(seed: int) -> Any:
-        return DataLoader(Items(noise), 4, shuffle=True, num_workers=2)
-
-    for seeds in (None, 1):
-        ranks = Together(make, 2)
-        if seeds:
-            ranks.rngs[1] = ranks.rngs[0]
-        ranks.take_order()
-        drawn = ranks.each(lambda _, dl: [b[:, 1] for b in dl])
-        assert len(torch.cat([*drawn[0], *drawn[1]]).unique()) == 22
-
-
-def test_augmentation_does_not_move_the_order() -> None:
-    def make(seed: int) -> Any:
-        return DataLoader(Items('torch'), 4, shuffle=True)
-
-    ranks = Together(make, 2)
-    parts = [ranks.epoch() for _ in range(2)]
-    assert [sorted(chain.from_iterable(p[0] + p[1])) for p in parts] == [list(range(22))] * 2
-    assert not are_equal(ranks.rngs[0]['torch'], ranks.rngs[1]['torch'])
 
 
 # ------------------------------------------------------------------------------ loaders of any kind
