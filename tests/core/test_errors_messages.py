@@ -81,7 +81,7 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
         (
             lambda: find_bs({'text': 'a b'}),
             BatchError,
-            'Give a tensor whose first dimension counts the samples',
+            'size_func=f',
         ),
         (lambda: DataLoaders([]), EmptyLoaderError, 'are there samples in its data set?'),
         (
