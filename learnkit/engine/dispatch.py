@@ -299,7 +299,6 @@ class CallbackHost(Declared):
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
         excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_owner_pid')
-        self._end_streams()
         state = {k: v for k, v in self.__dict__.items() if k not in excluded}
         state['_cbs'] = list(self.callbacks)
         return state
@@ -315,9 +314,6 @@ class CallbackHost(Declared):
     def _is_in_use(self) -> bool:
         "Return True during a run."
         return False
-
-    def _end_streams(self) -> None:
-        "Close paused prediction streams before callbacks are removed or copied."
 
     def _open_for_use(self) -> None:
         "Register that `close` has to be called: callbacks were added or a run began."
@@ -433,7 +429,6 @@ class CallbackHost(Declared):
             )
         if cb not in self.callbacks:
             return self
-        self._end_streams()
         try:
             if self._is_in_use():
                 self.callbacks.call_one(
@@ -496,7 +491,6 @@ class CallbackHost(Declared):
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
         selected = self._select_cbs(as_list(cbs))
-        self._end_streams()
         switches = self.callbacks.switches
         removed = [
             (i, cb, switches[id(cb)])
