@@ -23,12 +23,9 @@ from typing_extensions import override
 from learnkit.callbacks.live_plot import MasterBar
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
-from learnkit.core.interrupts import end_in_one_line
 from learnkit.core.time import format_seconds
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import format_place
-from learnkit.engine.resume import list_checkpoint_folders
 
 __all__ = ['ProgressCallback']
 
@@ -415,26 +412,12 @@ class ProgressCallback(Callback):
         self._write([values.get(name) for name in recorder.metric_names])
 
     def after_error(self) -> None:
-        "Keep the bar visible where the run stopped; after Ctrl-C, end the script in a line."
-        error = self.learn.error
-        if isinstance(error, KeyboardInterrupt) and not self._is_nested():
-            end_in_one_line(error, self._describe_interrupt())
+        "Keep the bar visible where the run stopped."
         if self._progress.bar is None:
             return  # the run stopped before its first bar
         self._progress.stopped = True
         if self._progress.bar is self._progress.train:
             self._set_count(self.learn.iter)
-
-    def _describe_interrupt(self) -> str:
-        "Return one line: where the run stopped, and how to resume."
-        learn = self.learn
-        text = f'Stopped by Ctrl-C ({format_place(learn)}).'
-        if not learn.fitting:
-            return text
-        folders = list_checkpoint_folders(learn)
-        if folders:
-            return f'{text} `fit(..., resume=True)` resumes from {folders[0]}.'
-        return f'{text} The weights are lost: with `Checkpoint()` among the callbacks, a fit can be resumed.'
 
     def after_fit(self) -> None:
         "Show the final table, and restore the logger."

@@ -1,4 +1,4 @@
-"""Hints for keywords and classes that have another name in other libraries."""
+"""Hints for keywords that have another name in other libraries, and for names of other packages of learnkit."""
 
 from __future__ import annotations
 
@@ -40,48 +40,6 @@ _KEYWORDS = {
     'active': 'steps n_steps',
     'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
 }
-# values of parameters whose values have other names in other libraries
-_VALUES = {'comp': "'less' or 'greater'"}
-_BEST_WEIGHTS = (
-    '`SaveModelCallback()` saves the weights when they improve, and loads the best at the end of the fit; '
-    'with `every_epoch=True` it saves every epoch, with `at_end=True` it keeps the last weights.'
-)
-# parameters of another call, and names without an equal parameter: sentence to show
-_ELSEWHERE = {
-    'device': 'The device belongs to the data: `DataLoaders(..., device=...)`.',
-    'bs': 'The batch size belongs to the data: `DataLoaders.from_tensors(..., bs=...)`.',
-    'n_epoch': 'The number of epochs belongs to the fit: `learn.fit(5)`.',
-    'valid': 'Validation data belongs to the data: `Learner((train, valid), model, ...)`.',
-    'train': 'Training data belongs to the Learner: `Learner((train, valid), model, ...)`.',
-    'keep_best': '`Checkpoint(keep_best=3)` keeps the three best checkpoints.',
-    'restore_best_weights': _BEST_WEIGHTS,
-    'save_best_only': _BEST_WEIGHTS,
-    'load_best_model_at_end': _BEST_WEIGHTS,
-    'verbose': '`with learn.no_bar():` shows no bar and no rows.',
-}
-# class of another library: class of this package with the same purpose
-_CLASSES = {
-    'Trainer': 'Learner',
-    'LightningModule': 'Learner',
-    'TrainingArguments': 'Learner',
-    'ModelCheckpoint': 'Checkpoint',
-    'CheckpointSaver': 'Checkpoint',
-    'LearningRateMonitor': 'LRMonitor',
-    'LearningRateScheduler': 'ParamScheduler',
-    'LambdaCallback': 'Callback',
-    'TensorBoard': 'TensorBoardLogger',
-    'TensorBoardCallback': 'TensorBoardLogger',
-    'WandbCallback': 'WandbLogger',
-    'WandbMetricsLogger': 'WandbLogger',
-    'MLFlowLogger': 'MlflowLogger',
-    'GradientClipping': 'GradientClip',
-    'TQDMProgressBar': 'ProgressCallback',
-    'StochasticWeightAveraging': 'EMA',
-    'Timer': 'SpeedMonitor',
-    'DataLoader': 'DataLoaders',
-    'Profiler': 'TorchProfiler',
-    'PyTorchProfiler': 'TorchProfiler',
-}
 
 
 def suggest_keyword(
@@ -92,19 +50,12 @@ def suggest_keyword(
 
     >>> suggest_keyword('callbacks', ['dls', 'cbs'])
     ' Write `cbs=`.'
-    >>> suggest_keyword('mode', ['monitor', 'comp'])
-    " Write `comp=`, 'less' or 'greater'."
     >>> suggest_keyword('metrcs', ['dls', 'metrics'])
     ' Did you mean `metrics`?'
     """
     for keyword, others in _KEYWORDS.items():
         if keyword in known and name in others.split():
-            values = f', {_VALUES[keyword]}' if keyword in _VALUES else ''
-            return f' Write `{keyword}=`{values}.'
-    keywords = [keyword for keyword, others in _KEYWORDS.items() if name in others.split()]
-    for keyword in [name, *keywords]:
-        if keyword in _ELSEWHERE and keyword not in known:
-            return f' {_ELSEWHERE[keyword]}'
+            return f' Write `{keyword}=`.'
     return did_you_mean(name, known)
 
 
@@ -117,10 +68,9 @@ def suggest_class(
     >>> suggest_class('EarlyStopping', {'learnkit.callbacks': ['EarlyStopping']})
     ' Write `from learnkit.callbacks import EarlyStopping`.'
     """
-    class_name = _CLASSES.get(name, name)
     for package, names in packages.items():
-        if class_name in names:
-            return f' Write `from {package} import {class_name}`.'
+        if name in names:
+            return f' Write `from {package} import {name}`.'
     return did_you_mean(name, chain.from_iterable(packages.values()))
 
 

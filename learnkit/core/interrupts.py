@@ -2,23 +2,20 @@
 
 A signal can arrive between any two instructions of Python. If it arrives inside the `__exit__` of a context, the rest
 of this method is skipped. `deferred_interrupts` delays `KeyboardInterrupt` until all contexts of a run are entered, or
-left. `run_all` runs all steps of a list even if some raise. `end_in_one_line` prints one line instead of a traceback
-if Ctrl-C ends a script."""
+left. `run_all` runs all steps of a list even if some raise."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
-__all__ = ['deferred_interrupts', 'allow_interrupts', 'end_in_one_line', 'run_all']
+__all__ = ['deferred_interrupts', 'allow_interrupts', 'run_all']
 
 _ATTEMPTS = 10  # maximum number of times that an interrupted step is run
-_LINE = 'learnkit_line'  # attribute of an interrupt: the line to print
 # a token for each running `allow_interrupts`
 _allowed: list[object] = []
 
@@ -116,27 +113,3 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
                 break
     if first is not None:
         raise first
-
-
-def end_in_one_line(
-    error: KeyboardInterrupt,  # interrupt that ends a run
-    line: str,  # line to print if the script does not catch the interrupt
-) -> None:
-    """Print `line` instead of a traceback if the interrupt ends a script.
-
-    Does nothing in an interactive session, or if another excepthook is installed. The exit code is unchanged.
-    """
-    if sys.excepthook not in (sys.__excepthook__, _show_line) or hasattr(sys, 'ps1'):
-        return
-    setattr(error, _LINE, line)
-    sys.excepthook = _show_line
-
-
-def _show_line(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    line = getattr(error, _LINE, None)
-    if line is None:
-        sys.__excepthook__(kind, error, trace)
-    else:
-        print(line, file=sys.stderr)

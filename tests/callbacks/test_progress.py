@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import learnkit.callbacks.progress
-from learnkit import Checkpoint
 from learnkit.callbacks.progress import (
     Bar,
     Display,
@@ -547,54 +545,6 @@ def test_what_is_printed_on_a_terminal_stands_above_the_bar(terminal: list[str])
 def test_ctrl_c_leaves_one_bar(terminal: list[str]) -> None:
     [line] = on_screen(terminal[4])
     assert re.match(r'stopped at epoch 1/1 train: +75%\|', line) and '^C' not in line
-
-
-# -- a script that Ctrl-C ends ---------------------------------------------------------------------
-
-
-def interrupted(learn: Learner, **options: Any) -> KeyboardInterrupt:
-    def press(cb: Callback) -> None:
-        if cb.train_iter == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        learn.fit(1, cbs=Callback(before_batch=press), **options)
-    return caught.value
-
-
-@pytest.mark.parametrize('saves', [False, True])
-def test_a_script_ended_by_ctrl_c_names_its_place_in_a_line(
-    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
-    learn = make_learner(10)
-    if saves:
-        learn.add_cb(Checkpoint(folder=tmp_path / 'saved'))
-    error = interrupted(learn)
-    capsys.readouterr()
-    sys.excepthook(KeyboardInterrupt, error, error.__traceback__)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith('Stopped by Ctrl-C (epoch 0, batch 3). ')
-    assert (f'resumes from {tmp_path / "saved"}.' in line) == saves
-    assert ('Checkpoint()' in line) != saves
-
-
-def test_other_errors_and_sessions_show_their_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
-    error = interrupted(make_learner(10))
-    sys.excepthook(ValueError, ValueError('wrong'), None)
-    assert capsys.readouterr().err.splitlines()[-1] == 'ValueError: wrong'
-
-    own = lambda *args: None
-    monkeypatch.setattr(sys, 'excepthook', own)
-    assert interrupted(make_learner(10)) is not error and sys.excepthook is own
-
-    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
-    monkeypatch.setattr(sys, 'ps1', '>>> ', raising=False)
-    interrupted(make_learner(10))
-    assert sys.excepthook is sys.__excepthook__
 
 
 @pytest.fixture(scope='module')

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -314,23 +313,3 @@ def test_a_metrics_own_words_come_first(metric: Any, expected_text: str) -> None
 )
 def test_predictions_and_searches(do: Any, error: type[Exception], expected_text: str) -> None:
     assert expected_text in message(make(), error, do)
-
-
-def test_test_dl_is_fastais_alone() -> None:
-    dls = make().dls
-    with pytest.raises(
-        AttributeError, match=r'`test_dl`. For new samples: `learn.get_preds\(dl=\[\(x,\)\]\)`'
-    ):
-        dls.test_dl([X[0]])
-    with pytest.raises(AttributeError, match='no attribute `trian`') as e:
-        dls.trian  # noqa: B018  # reading it is the test
-    assert e.value.name == 'trian' and e.value.obj is dls and not hasattr(dls, 'nothing')
-
-
-def test_a_stream_shows_itself() -> None:
-    stream = make().predict_iter()
-    assert repr(stream) == 'PredictionStream(Sequential, not running)'
-    next(stream)
-    assert repr(stream) == 'PredictionStream(Sequential, paused)'
-    assert np.isfinite(len(list(stream)))
-    assert repr(stream) == 'PredictionStream(Sequential, not running)'

@@ -143,35 +143,19 @@ def test_bad_units(options: dict[str, Any]) -> None:
         (lambda: learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
         (lambda: learner().fit(1, callbacks=[]), r"'callbacks'. Write `cbs=`"),
         (lambda: learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
-        (lambda: learner().validate(callbacks=[]), r'Write `cbs=`'),
         (lambda: learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
         (lambda: learner(optimizer=torch.optim.SGD), r'Write `opt_func=`'),
         (lambda: learner(criterion=nn.MSELoss()), r'Write `loss_func=`'),
-        (lambda: learner(learning_rate=0.1), r'Write `lr=`'),
-        (lambda: learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
-        (lambda: learner(device='cpu'), r'DataLoaders\(..., device=...\)'),
-        (lambda: learner(epochs=3), r'learn.fit\(5\)'),
         (lambda: learner(metrcs=accuracy), r'Did you mean `metrics`'),
         (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'Write `bs=`'),
-        (lambda: TensorLoader(X, Y, batch_size=8), r'Write `bs=`'),
         (lambda: DataLoaders([(X, Y)], val=[]), r'Write `valid=`'),
         (lambda: Checkpoint(save_dir='x'), r"'save_dir'. Write `folder=`"),
-        (lambda: DataLoaders(train_dataloader=[(X, Y)]), r'Write `train=`'),
-        (lambda: DataLoaders([(X, Y)], val_dataloaders=[]), r'Write `valid=`'),
         (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
-        (lambda: learner().fit(1, train_dataloaders=[]), r'belongs to the Learner: `Learner\('),
         (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
-        (lambda: Checkpoint(save_best_only=True), r'`SaveModelCallback\(\)` saves'),
-        (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
-        (lambda: SaveModelCallback(save_best_only=True), r'with `every_epoch=True`'),
-        (lambda: SaveModelCallback(mode='min'), r"Write `comp=`, 'less' or 'greater'"),
+        (lambda: SaveModelCallback(mode='min'), r'Write `comp=`'),
         (
             lambda: EarlyStoppingCallback(mode='min'),
-            r"^EarlyStoppingCallback.__init__\(\).*Write `comp=`, 'less' or 'greater'",
-        ),
-        (
-            lambda: EarlyStoppingCallback(restore_best_weights=True),
-            r'`SaveModelCallback\(\)`.*loads the best at the end',
+            r'^EarlyStoppingCallback.__init__\(\).*Write `comp=`',
         ),
         (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
     ],
@@ -235,10 +219,6 @@ def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -
 def test_names_of_other_libraries() -> None:
     with pytest.raises(AttributeError, match=r'from learnkit\.callbacks import EarlyStopping'):
         _ = learnkit.EarlyStopping
-    with pytest.raises(AttributeError, match='from learnkit import Learner'):
-        _ = learnkit.Trainer
-    with pytest.raises(AttributeError, match='from learnkit import Checkpoint'):
-        _ = learnkit.ModelCheckpoint
     with pytest.raises(AttributeError, match='Did you mean `Learner`'):
         _ = learnkit.Lerner
     assert not hasattr(learnkit, 'EarlyStopping')
@@ -427,19 +407,6 @@ class Adds(nn.Linear):
     [
         ((X, Y, Y), nn.Linear(4, 3), '2 inputs.*forward.. takes 1.*last entry.*n_inp=1'),
         ((X, X, X, Y), Adds(4, 3), '3 inputs.*forward.. takes 2.*n_inp=2'),
-        (
-            ((X, X), Y),
-            nn.Linear(4, 3),
-            r'tuple of 2 entries is one input.*`\(x1, x2, y\)`.*n_inp=2',
-        ),
-        (([X, X], Y), nn.Sequential(nn.Linear(4, 3)), 'list of 2 entries is one input'),
-        (((X, X), Y), Adds(4, 3), 'tuple of 2 entries is one input'),
-        (
-            ({'x': X}, Y),
-            nn.Sequential(nn.Flatten(), nn.Linear(4, 3)),
-            r'dict is one input.*forward\(\).*\(input\)',
-        ),
-        ({'x': X, 'labels': Y}, nn.Linear(4, 3), r'by keyword.*\(input\).*tuples `\(x, y\)`'),
     ],
 )
 def test_batches_that_do_not_fit_the_model(
@@ -452,10 +419,8 @@ def test_batches_that_do_not_fit_the_model(
 
 def test_the_hints_of_batches_work() -> None:
     flat = DataLoaders([(X, X, Y)], device='cpu', n_inp=2)
-    named = DataLoaders([{'input': X, 'labels': Y}], device='cpu')
     indexed = DataLoaders([(X, Y, Y)], device='cpu', n_inp=1)
     learner_of(flat, Adds(4, 3)).fit(1)
-    learner_of(named).fit(1)
     learner_of(indexed, loss_func=lambda pred, y, idx: F.cross_entropy(pred, y)).fit(1)
 
 
