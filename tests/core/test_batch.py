@@ -17,7 +17,6 @@ from learnkit.core.batch import (
     are_equal,
     concat,
     describe,
-    detuplify,
     find_bs,
     microbatches,
     split_batch,
@@ -83,12 +82,6 @@ def test_split_follows_position(batch: Any, n_inp: int | None, xb: Any, yb: Any)
     got = split_batch(batch, n_inp)
     assert got == (xb, yb)
     assert [type(o) for o in got] == [tuple, tuple]
-
-
-def test_split_tensor_and_packed_sequence_are_one_input() -> None:
-    for batch in (torch.zeros(3, 2), pack_sequence([torch.zeros(3), torch.zeros(2)])):
-        (x,), yb = split_batch(batch)
-        assert x is batch and yb == ()
 
 
 @pytest.mark.parametrize('name', ['labels', 'label', 'targets', 'target', 'y'])
@@ -194,15 +187,6 @@ def test_detaches_everything() -> None:
     assert to_detach(torch.zeros(1, device='meta'), cpu=False).device == META
 
 
-def test_detuplify() -> None:
-    t = torch.zeros(1)
-    assert (
-        detuplify((t,)) is t and detuplify(t) is t and detuplify(()) is None and detuplify([t]) is t
-    )
-    both = (t, t)
-    assert detuplify(both) is both
-
-
 # find_bs
 
 
@@ -238,10 +222,6 @@ def test_concat_undoes_split(sizes: list[int], seed: int) -> None:
     joined = concat(parts)
     assert torch.equal(joined['x'], x) and torch.equal(joined['more'][0], y)
     assert torch.equal(joined['more'][1][0], x * 2)
-
-
-def test_concat_stacks_what_has_no_dimensions() -> None:
-    assert concat([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
 
 
 def test_concat_along_another_dimension() -> None:
@@ -295,13 +275,6 @@ def test_pieces_put_together_are_the_batch(n: int, size: int) -> None:
     assert torch.equal(torch.cat([p for (p, _), _ in pieces]), x)
     assert all(torch.equal(d['n'], q) for (_, d), (q,) in pieces)
     assert torch.equal(torch.cat([q for _, (q,) in pieces]), y)
-
-
-def test_a_small_batch_is_its_own_piece() -> None:
-    xb, yb = (torch.zeros(3),), (torch.zeros(3),)
-    for size in (3, 4):
-        [(a, b)] = microbatches(xb, yb, size)
-        assert a is xb and b is yb
 
 
 def test_what_has_another_length_goes_whole() -> None:
@@ -546,8 +519,3 @@ def test_describe(batch: Any, text: str) -> None:
 )
 def test_equal_batches(a: Any, b: Any, expected: bool) -> None:
     assert are_equal(a, b, others=True) is expected
-
-
-def test_equal_objects_of_other_types() -> None:
-    assert are_equal([{1}], [{1}]) and not are_equal([{1}], [{2}])
-    assert not are_equal(torch.ones(2), torch.ones(2, dtype=torch.int64))

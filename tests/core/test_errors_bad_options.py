@@ -26,7 +26,6 @@ from learnkit import (
     ParamScheduler,
     SaveModelCallback,
     accuracy,
-    mse,
 )
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.core.errors import (
@@ -40,7 +39,6 @@ from learnkit.core.errors import (
     TimeError,
 )
 from learnkit.losses import CrossEntropyLossFlat, DiceLoss
-from learnkit.metrics import accuracy_multi
 from learnkit.optim.optimizers import Lookahead, MuonAdamW
 
 X, Y = torch.linspace(-1, 1, 96).reshape(24, 4), torch.arange(24) % 3
@@ -82,8 +80,6 @@ def no_lr(params: Any) -> Any:
     [
         (torch.optim.Muon, 'opt_func=MuonAdamW'),
         ([torch.optim.SGD], 'opt_func[0] is or returned SGD, not a ready optimizer'),
-        ([partial(SGD, mom=0.9)], 'opt_func[0] is or returned SGD'),
-        ([accuracy], 'opt_func[0] is or returned accuracy, not a ready optimizer'),
         (Lookahead, '`opt_func=lambda p, lr: Lookahead(Adam(p, lr))`'),
         (accuracy, '`metrics=accuracy`'),
         (no_lr, 'opt_func=no_lr cannot be called with the parameters and `lr=`'),
@@ -113,9 +109,7 @@ def test_an_invalid_splitter_is_refused() -> None:
     assert 'is not a list of parameters' in message(make(splitter=lambda m: 3), OptimizerError)
 
 
-@pytest.mark.parametrize(
-    ('name', 'value'), [('mom', 2), ('mom', 1.0), ('sqr_mom', 1.5), ('mom', -0.1)]
-)
+@pytest.mark.parametrize(('name', 'value'), [('mom', 1.0), ('sqr_mom', 1.5)])
 def test_momenta_are_shares(name: str, value: float) -> None:
     learn = make()
     learn.create_opt()
@@ -129,21 +123,6 @@ def test_momenta_are_shares(name: str, value: float) -> None:
     assert expected in message(learn, OptimizerError, lambda learn: learn.fit(1, cbs=sched))
     assert dict(learn.opt.hypers[0]) == before
     learn.opt.set_hyper('lr', 2.0)
-
-
-def test_an_optimizer_shows_itself_in_a_line() -> None:
-    learn = make(splitter=lambda m: [list(m[0].parameters()), list(m[2:].parameters())])
-    learn.create_opt()
-    learn.opt.set_hyper('lr', slice(1e-3, 1e-1))
-    assert repr(learn.opt) == 'OptimWrapper(Adam, 2 groups, lr=[0.001, 0.1])'
-    found = repr(OptimWrapper([torch.zeros(2)], opt=torch.optim.SGD, lr=0.5))
-    assert found == 'OptimWrapper(SGD, 1 group, lr=0.5)'
-    with pytest.raises(OptimizerError, match='not a hyperparameter of Adam: '):
-        learn.opt.set_hyper('alpha', 0.1)
-    learn = make(opt_func=MuonAdamW)
-    learn.create_opt()
-    assert repr(learn.opt) == 'OptimWrapper(MuonAdamW, 1 group, lr=0.001)'
-    assert 'MuonAdamW' in str(learn.summary())
 
 
 # -- callbacks -------------------------------------------------------------------------------------
@@ -186,7 +165,6 @@ def test_options_of_callbacks(made: Any, error: type[Exception], expected_text: 
             'both write .*model.pth.*`fname`',
         ),
         ([MixUp, CutMix], OptionError, 'both blend each batch'),
-        ([MixUp, MixUp], OptionError, 'both blend each batch'),
         (
             [partial(MixedPrecision, 'fp16'), partial(MixedPrecision, 'bf16')],
             OptionError,
@@ -199,7 +177,7 @@ def test_options_of_callbacks(made: Any, error: type[Exception], expected_text: 
         ),
         ([partial(EarlyStoppingCallback, 'zebra')], MetricError, '`learn.log`'),
     ],
-    ids=['two saves', 'blends', 'two MixUps', 'two precisions', 'a close name', 'no close name'],
+    ids=['two saves', 'blends', 'two precisions', 'a close name', 'no close name'],
 )
 def test_callbacks_that_cannot_run(
     cbs: Any, error: type[Exception], expected_text: str, tmp_path: Any
@@ -209,17 +187,6 @@ def test_callbacks_that_cannot_run(
     assert re.search(expected_text, text), text
     assert ('learn.log' in text) == ('learn.log' in expected_text)
     learn.fit(1)
-
-
-def test_callbacks_that_save_separate_files_work_together(tmp_path: Any) -> None:
-    cbs = [
-        SaveModelCallback(),
-        SaveModelCallback('train_loss', fname='other'),
-        SaveModelCallback(every_epoch=True),
-    ]
-    make(path=tmp_path, cbs=cbs).fit(2)
-    expected = {'model.pth', 'other.pth', 'model_0.pth', 'model_1.pth'}
-    assert {p.name for p in (tmp_path / 'models').iterdir()} == expected
 
 
 def test_a_monitor_without_validation_data() -> None:
@@ -265,18 +232,6 @@ LOSSES = [CrossEntropyLossFlat(axis=5), CrossEntropyLossFlat(axis=-3), DiceLoss(
 def test_an_axis_that_predictions_do_not_have(loss: Any) -> None:
     expected = f'(axis={loss.axis}): predictions [8, 3] float32 have no such axis'
     assert expected in message(make(loss), LossError)
-
-
-@pytest.mark.parametrize(
-    ('metric', 'expected_text'),
-    [
-        (accuracy_multi, r'^accuracy_multi: .*`F.one_hot\(targ, 3\)`'),
-        (mse, r'^mse: .*`accuracy` takes them'),
-    ],
-)
-def test_a_metrics_own_words_come_first(metric: Any, expected_text: str) -> None:
-    text = message(make(metrics=metric), MetricError)
-    assert re.search(expected_text, text) and 'wrap it in a function' not in text
 
 
 # -- predictions -----------------------------------------------------------------------------------
