@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.debug.trace import Handlers, Trace
-    from learnkit.inference.stream import PredictionStream
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
@@ -988,14 +987,12 @@ class Learner(Loop):
         inner: bool = False,  # skip the events of fit and epoch, for use inside a callback
         cpu: bool = True,  # move results to the CPU; False: keep them on the model's device
         cbs: Any = None,  # additional callbacks for this run
-    ) -> PredictionStream:
+    ) -> Iterator[tuple[Any, ...]]:
         """Return an iterator over the predictions of each batch, computed on demand in the loader's order.
 
-        Each item is what `get_preds` would return for the batch, and the same events fire. Between two batches the
-        Learner's state (modes, random generators, weights, loop state) is restored, and memory use is constant. Leaving
-        the iteration early ends the run like a `CancelValidException`. A fit, a validation or other predictions of the
-        same Learner, copying the Learner, and removing callbacks close the iterator first; requesting another batch
-        then raises `FitError`. With several ranks, each rank receives its shard.
+        Each batch is a run of its own, and each item is what `get_preds` would return for the batch, up to random
+        numbers. Memory use is constant. With several ranks, each rank receives its shard, and all of them have to
+        iterate to the end.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(default_cbs=False)
@@ -1749,12 +1746,6 @@ class Learner(Loop):
     @override
     def _is_in_use(self) -> bool:
         return is_in_use(self)
-
-    @override
-    def _end_streams(self) -> None:
-        from learnkit.inference.stream import end_streams
-
-        end_streams(self)
 
     @override
     def _open_for_use(self) -> None:

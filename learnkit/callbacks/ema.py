@@ -89,7 +89,6 @@ class EMA(Callback):
         self._raw: tuple[list[Tensor], list[Tensor]] | None = None
         # depth of the run for which the model holds the average; None: `applied` or `copy_to`
         self._use_depth: int | None = None
-        self._is_paused = False  # that run is paused, and the model holds its own weights meanwhile
         self.restart()
 
     def on_weights_restored(self) -> None:
@@ -213,20 +212,9 @@ class EMA(Callback):
         if self._use_depth is not None and self._use_depth >= self.learn.run.depth:
             self._restore_weights()
 
-    def on_run_paused(self) -> None:
-        if self._use_depth == self.learn.run.depth:
-            self._restore_weights()
-            self._is_paused = True
-
-    def on_run_resumed(self) -> None:
-        if self._is_paused and self._raw is None and self.has_begun:
-            self._use(self.learn.run.depth)
-        self._is_paused = False
-
     def _use(self, depth: int | None, index: int = 0) -> None:
         "Copy an average into the model's own memory, so that references to it stay valid."
-        if not (self._is_paused and self._tensors):
-            self._link()
+        self._link()
         self._raw = (self._tensors, [t.detach().clone() for t in self._tensors])
         self._use_depth = depth
         copy_values(self._tensors, list(self._averages[index].values()))

@@ -35,14 +35,13 @@ __all__ = [
     'count_samples',
     'batch_counter',
     'count_stacked',
-    'has_certain_size',
     'concat',
     'microbatches',
     'slice_batch',
     'take_rows',
     'is_sample_list',
+    'are_sample_lists',
     'has_listed_samples',
-    'have_listed_samples',
     'apply_model',
     'passed_names',
     'call_by_name',
@@ -215,10 +214,9 @@ def find_bs(
 ) -> int:
     """Return the number of samples in a batch.
 
-    `size_func` decides if it is given. Otherwise the first tensor or array decides by its first axis, inputs before
-    targets; a PackedSequence counts its sequences, and an object with `num_graphs` its graphs. Entries of nested
-    mappings, dataclasses and named tuples count as entries of the batch, entries of lists do not. Without such an
-    entry, the length of the first list or tuple decides.
+    `size_func` decides if it is given. Otherwise the first tensor or array outside of lists decides by its first axis,
+    inputs before targets. Without one, the length of the first list or tuple decides. A PackedSequence counts its
+    sequences, and an object with `num_graphs` its graphs.
 
     Raises `BatchError` in any other case.
 
@@ -232,7 +230,17 @@ def find_bs(
         return int(size_func(b, yb))
     if type(b) is tuple and b and type(b[0]) is Tensor and b[0].ndim:
         return b[0].shape[0]
-    return _count_with_certainty(b, yb)[0]
+    entries = [*_iter_entries(b), *_iter_entries(yb)]
+    sizes = (_count_rows(o) for o in entries)
+    n = next((size for size in sizes if size is not None), None)
+    if n is None:
+        n = next((len(o) for o in entries if _is_list(o) and o), None)
+    if n is None:
+        raise BatchError(
+            f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Give '
+            '`Learner(size_func=f)`, where f(xb, yb) returns the number of samples.'
+        )
+    return n
 
 
 def count_samples(
@@ -256,41 +264,24 @@ def count_stacked(
 ) -> int:
     "Return the number of samples of stacked inputs; raise `BatchError` for a list with one entry per sample."
     n = find_bs(xb)
-    if not has_listed_samples(xb, n):
-        return n
-    if has_certain_size(xb, ()):
+    if has_listed_samples(xb, n):
         raise BatchError(
             f'The inputs {describe(xb)} have a list with one entry a sample: stack them into a tensor.'
         )
-    return next(_iter_tensor_sizes(xb))
-
-
-def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
-    """Return False if the first list fits neither reading, a list of samples or of stacked inputs, or both.
-
-    Tensors with different first dimensions are samples. Images (C, H, W) with 1, 3 or 4 channels are samples too.
-
-    >>> views = [torch.zeros(64, 9), torch.zeros(64, 9)]
-    >>> has_certain_size((views,), ()), has_certain_size((views,), (torch.zeros(64),))
-    (False, True)
-    """
-    if isinstance(xb, tuple) and xb and type(xb[0]) is Tensor and xb[0].ndim:
-        return True
-    return _count_with_certainty(xb, yb)[1]
+    return n
 
 
 def concat(
     items: list[Any],  # one nested structure per batch, the same structure for all batches
     dim: int = 0,  # dimension along which tensors are joined; 0-dim tensors are stacked
     sizes: list[int] | None = None,  # number of samples of each item, if known
-    listed: bool = False,  # result of `has_listed_samples` for the batches
 ) -> Any:
     """Join batches of predictions, targets or inputs into one nested structure.
 
     Tensors are concatenated; tensors that differ in a dimension other than `dim` become a flat list of samples. Lists
     with one entry per sample are chained: lists of dicts, strings or other objects, and lists and tuples of the
-    lengths in `sizes`. Batches of graphs become a list of graphs. Any other object becomes a list with one entry per
-    batch. Raises `BatchError` for an empty list and for different structures.
+    lengths in `sizes`. Any other object becomes a list with one entry per batch. Raises `BatchError` for an empty
+    list and for different structures.
 
     >>> concat([(torch.tensor([1, 2]), ['a', 'b']), (torch.tensor([3]), ['c'])])
     (tensor([1, 2, 3]), ['a', 'b', 'c'])
@@ -302,13 +293,10 @@ def concat(
     first = items[0]
     if all(isinstance(o, Tensor) for o in items):
         return _join_tensors(items, dim)
-    if sizes is not None and have_listed_samples(items, sizes, listed):
+    if sizes is not None and are_sample_lists(items, sizes):
         return list(chain.from_iterable(items))
     if any(type(o) is not type(first) for o in items):
         return list(items)
-    if _count_graphs(first) is not None and hasattr(first, 'to_data_list'):
-        return [graph for o in items for graph in o.to_data_list()]
-
     if isinstance(first, list) and (
         _holds_objects(first) or any(len(o) != len(first) for o in items)
     ):
@@ -323,7 +311,7 @@ def concat(
                 f'{describe(first)} and {describe(o)}.'
             )
     return rebuild(
-        first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)]
+        first, [concat(list(group), dim, sizes) for group in zip(*children, strict=True)]
     )
 
 
@@ -365,17 +353,14 @@ def slice_batch(
     >>> slice_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
     [((tensor([2, 0]),), (['c', 'a'],))]
     """
-    listed = has_listed_samples((*xb, *yb), n)
     batches = [
-        (
-            _slice_entries('input', xb, n, rows, listed),
-            _slice_entries('target', yb, n, rows, listed),
-        )
+        (_slice_entries('input', xb, n, rows), _slice_entries('target', yb, n, rows))
         for rows in slices
     ]
     for name, whole, parts in (('inputs', xb, batches[0][0]), ('targets', yb, batches[0][1])):
         is_split = any(a is not b for a, b in zip(whole, parts, strict=True))
-        if not is_split and (name == 'inputs' or next(_iter_tensor_sizes(whole), None) is not None):
+        has_rows = any(t.ndim for t in tensors_in(whole))
+        if not is_split and (name == 'inputs' or has_rows):
             raise BatchError(
                 f'The batch has {n} samples, and the {name} {describe(whole)} have nothing with an entry '
                 f'for each: they cannot be split. Give a tensor of {n} rows or a list of {n} entries.'
@@ -388,13 +373,12 @@ def _slice_entries(
     entries: tuple[Any, ...],
     n: int,
     rows: slice | list[int],
-    listed: bool,
 ) -> tuple[Any, ...]:
     "Return the samples `rows` of each entry; an error names the entry that cannot be split."
     selected = []
     for i, entry in enumerate(entries):
         try:
-            selected.append(take_rows(entry, n, rows, listed))
+            selected.append(take_rows(entry, n, rows))
         except BatchError as e:
             raise BatchError(f'{name} {i}: {e}') from None
     return tuple(selected)
@@ -555,9 +539,6 @@ def rebuild(like: Any, children: list[Any]) -> Any:
     "Return a container with the type and keys of `like` and the given values."
     if isinstance(like, tuple):
         return like._make(children) if hasattr(like, '_make') else type(like)(children)
-    if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
-        return type(like)(dict(zip(like, children, strict=True)))  # type: ignore[call-arg]
-
     new = copy(like)  # keeps attributes such as the factory of a defaultdict
     if isinstance(like, list):
         new[:] = children
@@ -655,166 +636,91 @@ def _holds_objects(o: Iterable[Any]) -> bool:
 
 def _is_list(o: Any) -> bool:
     "Return True for a list, or a tuple that is not a named tuple."
-    return isinstance(o, list) or (
-        isinstance(o, tuple) and not hasattr(o, '_fields') and not isinstance(o, PackedSequence)
-    )
-
-
-def _count_graphs(o: Any) -> int | None:
-    "Return the number of graphs in a batch of graphs, or None for any other object."
-    n = getattr(o, 'num_graphs', None)
-    return n if isinstance(n, int) else None
+    return isinstance(o, (list, tuple)) and not hasattr(o, '_fields')
 
 
 def _iter_entries(b: Any) -> Iterator[Any]:
     "Yield the entries of a batch, and of nested mappings, dataclasses and named tuples; a nested list is one entry."
-    children = (
-        None if isinstance(b, PackedSequence) or _count_graphs(b) is not None else children_of(b)
-    )
-    for o in [b] if children is None else children:
-        if o is b or _is_list(o):
+    children = None if isinstance(b, PackedSequence) else children_of(b)
+    if children is None:
+        yield b
+        return
+    for o in children:
+        if _is_list(o):
             yield o
         else:
             yield from _iter_entries(o)
 
 
-def _iter_tensor_sizes(b: Any) -> Iterator[int]:
-    "Yield the batch size of each tensor, array or batch of graphs in `b`, in order."
-    if isinstance(b, PackedSequence):
-        yield int(b.batch_sizes[0])
-    elif isinstance(b, (Tensor, np.ndarray)):
-        if b.ndim:
-            yield b.shape[0]
-    else:
-        n = _count_graphs(b)
-        if n is not None:
-            yield n
-            return
-        for o in children_of(b) or ():
-            yield from _iter_tensor_sizes(o)
-
-
-def _is_leaf(o: Any) -> bool:
-    return children_of(o) is None
-
-
-def _count_with_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
-    "Return the number of samples as `find_bs` does, and whether it is certain, see `has_certain_size`."
-    entries = [*_iter_entries(xb), *_iter_entries(yb)]
-    lists = [o for o in entries if _is_list(o) and o]
-    sizes = (size for o in entries if not _is_list(o) for size in _iter_tensor_sizes(o))
-    n = next(sizes, None)
-    if n is not None:
-        return n, not lists or n in (len(lists[0]), next(_iter_tensor_sizes(lists[0]), n))
-    if lists:
-        n = len(lists[0])
-        return n, any(len(o) == n and _must_be_samples(o) for o in lists)
-    raise BatchError(
-        f'The batch has no size: there is no tensor with a dimension in {describe(xb)}. Give a tensor '
-        'whose first dimension counts the samples, or `Learner(size_func=f)`, where f(xb, yb) counts '
-        'them.'
-    )
-
-
-def _must_be_samples(o: Any) -> bool:
-    "Return True if a list holds no tensors, or dicts, images or tensors of different sizes, as no stacked inputs."
-    return _holds_dicts(o) or _are_images(o) or len(set(_iter_tensor_sizes(o))) != 1
-
-
-def _holds_dicts(o: Any) -> bool:
-    "Return True if a list holds a mapping, dataclass or named tuple."
-    return any(not _is_leaf(c) and not _is_list(c) for c in o)
-
-
-def _are_images(o: Any) -> bool:
-    "Return True if a list holds only image tensors (C, H, W)."
-    return all(isinstance(c, Tensor) and c.ndim == 3 and len(c) in (1, 3, 4) for c in o)
+def _count_rows(o: Any) -> int | None:
+    "Return the number of samples of a tensor, array, PackedSequence or batch of graphs, or None for other objects."
+    if isinstance(o, PackedSequence):
+        return int(o.batch_sizes[0])
+    if isinstance(o, (Tensor, np.ndarray)):
+        return o.shape[0] if o.ndim else None
+    n = getattr(o, 'num_graphs', None)
+    return n if isinstance(n, int) else None
 
 
 def is_sample_list(
     o: Any,
     n: int,  # number of samples of the batch
-    listed: bool = False,  # treat n tensors of n rows, which is ambiguous, as samples
 ) -> bool:
     """Return True if a list or tuple has one entry for each of `n` samples.
 
-    >>> rows = [torch.zeros(2), torch.zeros(2)]
-    >>> is_sample_list([torch.zeros(2), torch.zeros(5)], 2), is_sample_list(rows, 2), is_sample_list(rows, 2, True)
-    (True, False, True)
+    A list of `n` tensors that all have `n` rows holds stacked inputs or outputs, unless these are images (C, H, W).
+
+    >>> is_sample_list([torch.zeros(2), torch.zeros(5)], 2), is_sample_list([torch.zeros(2), torch.zeros(2)], 2)
+    (True, False)
     """
     if not _is_list(o) or len(o) != n:
         return False
-    return listed or _holds_objects(o) or _are_images(o) or set(_iter_tensor_sizes(o)) != {n}
+    if not all(isinstance(t, (Tensor, np.ndarray)) and t.ndim and len(t) == n for t in o):
+        return True
+    return n in (1, 3, 4) and all(t.ndim == 3 for t in o)
+
+
+def are_sample_lists(
+    items: list[Any],  # one item per batch
+    sizes: list[int],  # number of samples of each batch
+) -> bool:
+    "Return True if each item is a list or tuple with one entry per sample of its batch."
+    pairs = list(zip(items, sizes, strict=True))
+    if not all(_is_list(o) and len(o) == n for o, n in pairs):
+        return False
+    return any(is_sample_list(o, n) for o, n in pairs)
 
 
 def has_listed_samples(b: Any, n: int) -> bool:
-    """Return True if a batch of `n` samples certainly has a list of tensors or dicts with one entry per sample.
+    """Return True if a batch of `n` samples has a list of tensors, or of containers of tensors, one per sample.
 
-    >>> has_listed_samples((torch.zeros(2, 3), [{'a': 1}, {'a': 2}]), 2), has_listed_samples((['a', 'b'],), 2)
+    >>> has_listed_samples((torch.zeros(2, 3), [torch.zeros(4), torch.zeros(5)]), 2), has_listed_samples((['a'],), 1)
     (True, False)
     """
-    if type(b) is tuple and all(type(o) is Tensor for o in b):
-        return False
-    return any(is_sample_list(o, n) and not all(map(_is_plain_leaf, o)) for o in _iter_entries(b))
-
-
-def _is_plain_leaf(o: Any) -> bool:
-    "Return True for a string, number or other object that is neither a container nor an array."
-    return _is_leaf(o) and not isinstance(o, (Tensor, np.ndarray))
-
-
-def have_listed_samples(
-    items: list[Any],  # one item per batch
-    sizes: list[int],  # number of samples of each batch
-    listed: bool = False,
-) -> bool:
-    "Return True if each item is a list or tuple with one entry per sample of its batch."
-    if not all(_is_list(o) and len(o) == n for o, n in zip(items, sizes, strict=True)):
-        return False
-    return any(is_sample_list(o, n, listed) for o, n in zip(items, sizes, strict=True))
+    return any(is_sample_list(o, n) and tensors_in(o) for o in _iter_entries(b))
 
 
 def take_rows(
     o: Any,
     n: int,  # number of samples of the batch
     rows: slice | list[int],  # sample indices
-    listed: bool = False,  # result of `has_listed_samples` for the batches
 ) -> Any:
     "Return `o` with the selected samples of each tensor and list that has `n` samples; other objects are unchanged."
-    if isinstance(o, PackedSequence):
-        raise BatchError(
-            'A PackedSequence cannot be split into microbatches or between ranks: pad the sequences.'
-        )
     if isinstance(o, (Tensor, np.ndarray)):
         return o[rows] if o.ndim and o.shape[0] == n else o
-    if _count_graphs(o) is not None:
-        return _take_graphs(o, rows)
-    if is_sample_list(o, n, listed):
+    if is_sample_list(o, n):
         indices = range(n)[rows] if isinstance(rows, slice) else rows
         return type(o)(o[i] for i in indices)  # a copy, even if all rows are selected
     children = children_of(o)
-    if children is None:
-        if callable(getattr(o, 'to', None)):
-            raise BatchError(
-                f'{type(o).__name__} holds data that cannot be split into microbatches or between ranks: give '
-                'tensors or lists.'
-            )
-        return o
-    new = [take_rows(c, n, rows, listed) for c in children]
-    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuild(o, new)
-
-
-def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
-    "Return a batch with the selected graphs."
-    if not hasattr(o, 'to_data_list') or not hasattr(type(o), 'from_data_list'):
+    if isinstance(o, PackedSequence) or (children is None and callable(getattr(o, 'to', None))):
         raise BatchError(
-            f'{type(o).__name__} cannot be split into microbatches or between ranks: it has num_graphs, but '
-            'no to_data_list and from_data_list.'
+            f'{type(o).__name__} cannot be split into microbatches or between ranks: give tensors or lists, or '
+            'padded sequences.'
         )
-    graphs = o.to_data_list()
-    return type(o).from_data_list(
-        graphs[rows] if isinstance(rows, slice) else [graphs[i] for i in rows]
-    )
+    if children is None:
+        return o
+    new = [take_rows(c, n, rows) for c in children]
+    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuild(o, new)
 
 
 def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:

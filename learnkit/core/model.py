@@ -125,9 +125,9 @@ def copy_buffers(model: nn.Module) -> list[BufferCopy]:
     """
     copies = []
     for m in model.modules():
-        for key, buffer in m._buffers.items():
+        for key, buffer in m.named_buffers(recurse=False):
             # a lazy module has no values before its first forward pass
-            if buffer is not None and not is_lazy(buffer):
+            if not is_lazy(buffer):
                 copies.append((m, key, buffer, buffer.detach().clone()))
     return copies
 
@@ -143,13 +143,13 @@ def restore_buffers(
     tensor does not show a change, because batch norm updates its statistics without a new version.
     """
     for module, key, buffer, value in copies:
-        current = module._buffers.get(key)
+        current = getattr(module, key)
         if current is not None and current.device != buffer.device:
-            module._buffers[key] = value.to(current.device)
-        elif not skip_equal or buffer.is_meta or not torch.equal(buffer, value):
-            module._buffers[key] = buffer.copy_(value)
-        else:
-            module._buffers[key] = buffer
+            setattr(module, key, value.to(current.device))
+            continue
+        if not skip_equal or buffer.is_meta or not torch.equal(buffer, value):
+            buffer.copy_(value)
+        setattr(module, key, buffer)
 
 
 def name_of(f: Any) -> str:

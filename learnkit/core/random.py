@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learnkit.core.batch import map_tensors
+from learnkit.core.plain import map_plain
+
 __all__ = [
     'RNGState',
     'capture_rng',
@@ -103,28 +106,16 @@ def preserved_rng(
 # -- generators of a loader ------------------------------------------------------------------------
 
 # types of objects that are not searched for generators
-_LEAVES = frozenset(
-    {
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bool,
-        NoneType,
-        Tensor,
-        np.ndarray,
-        type,
-        ModuleType,
-        FunctionType,
-        BuiltinFunctionType,
-        range,
-        slice,
-        torch.dtype,
-        torch.device,
-        SystemRandom,
-    }
-)
+_ATOMS = frozenset((int, float, complex, str, bytes, bool, NoneType))
+_LEAVES = _ATOMS | {
+    Tensor,
+    np.ndarray,
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    SystemRandom,
+}
 # attributes of callables that have no `__dict__` with these values
 _CALLABLES = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
 
@@ -271,15 +262,15 @@ def _name_kind(g: Any) -> str:
 
 def _to_tensors(state: Any) -> Any:
     "Copy a nested state of NumPy: arrays become tensors, and NumPy scalars Python numbers."
-    if isinstance(state, dict):
-        return {k: _to_tensors(v) for k, v in state.items()}
-    if not hasattr(state, 'dtype'):
-        return state
-    return torch.from_numpy(state.copy()) if state.ndim else state.item()
+
+    def convert(value: Any, where: str) -> Any:
+        if not hasattr(value, 'dtype'):
+            return value
+        return torch.from_numpy(value.copy()) if value.ndim else value.item()
+
+    return map_plain(state, convert)
 
 
 def _to_arrays(state: Any) -> Any:
     "Convert a state that `_to_tensors` returned back to NumPy's arrays."
-    if isinstance(state, dict):
-        return {k: _to_arrays(v) for k, v in state.items()}
-    return state.cpu().numpy() if isinstance(state, Tensor) else state
+    return map_tensors(state, lambda t: t.cpu().numpy())

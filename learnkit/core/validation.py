@@ -55,50 +55,16 @@ _INTERNAL_PATHS = (
     str(Path(torch.__file__).parent),
 )
 
-# metric of classes: the metric of several labels that an error suggests instead
-_LABEL_METRICS = {
-    'accuracy': 'accuracy_multi',
-    'error_rate': 'accuracy_multi',
-    'top_k_accuracy': 'accuracy_multi',
-    'brier_score_loss': 'BrierScoreMulti',
-    **{
-        name: f'{name}Multi'
-        for name in (
-            'F1Score',
-            'FBeta',
-            'HammingLoss',
-            'Jaccard',
-            'MatthewsCorrCoef',
-            'Precision',
-            'Recall',
-            'RocAuc',
-        )
-    },
-    'RocAucBinary': 'RocAucMulti',
-    'APScoreBinary': 'APScoreMulti',
-}
-
 _OTHER_LOSSES = (
     'For numbers use `MSELoss()`; for yes or no `BCEWithLogitsLoss()`; for one class of several, give the model an '
     'output for each class and whole numbers as targets.'
 )
 
 # parameter names that users give to targets and to predictions
-_TARGETS = {'y_true', 'true', 'target', 'targets', 'targ', 'targs', 'label', 'labels', 'gt', 'y'}
-_PREDICTIONS = {
-    'y_pred',
-    'pred',
-    'preds',
-    'prediction',
-    'predictions',
-    'output',
-    'outputs',
-    'out',
-    'logits',
-    'y_hat',
-    'yhat',
-    'scores',
-}
+_TARGETS = 'y_true true target targets targ targs label labels gt y'.split()
+_PREDICTIONS = (
+    'y_pred pred preds prediction predictions output outputs out logits y_hat yhat scores'.split()
+)
 
 F = TypeVar('F', bound=Callable[..., Any])
 
@@ -174,6 +140,23 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
     return _input_hint(b, model, e) or precision_hint(b, model)
 
 
+def _container_hint(entry: Any, model: nn.Module) -> str:
+    "Return a hint for a container that was passed as the only input, or an empty string."
+    kind = type(entry).__name__
+    if type(entry) in (tuple, list):
+        return (
+            f': the {kind} of {len(entry)} entries is one input. For several inputs, let the loader give flat batches '
+            f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(entry)})` counts the inputs'
+        )
+    if children_of(entry) is not None and passed_names(model, (entry,)) is None:
+        parameters = ', '.join(signature(model.forward).parameters)
+        return (
+            f': the {kind} is one input. Its entries are passed by keyword if they are named as the parameters of '
+            f'forward() are ({parameters}): rename the entries, or let the loader give tuples `(x, y)`'
+        )
+    return ''
+
+
 def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
     "Return a hint for inputs that do not match the parameters of forward, or an empty string."
     if not isinstance(xb, (tuple, list)) or not isinstance(e, (TypeError, AttributeError)):
@@ -193,23 +176,6 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
     is_missing = error.startswith(f'{forward}() missing')
     if is_missing or re.search(rf'\b{type(xb[0]).__name__}\b', error):
         return _container_hint(xb[0], model)
-    return ''
-
-
-def _container_hint(entry: Any, model: nn.Module) -> str:
-    "Return a hint for a container that was passed as the only input, or an empty string."
-    kind = type(entry).__name__
-    if type(entry) in (tuple, list):
-        return (
-            f': the {kind} of {len(entry)} entries is one input. For several inputs, let the loader give flat batches '
-            f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(entry)})` counts the inputs'
-        )
-    if children_of(entry) is not None and passed_names(model, (entry,)) is None:
-        parameters = ', '.join(signature(model.forward).parameters)
-        return (
-            f': the {kind} is one input. Its entries are passed by keyword if they are named as the parameters of '
-            f'forward() are ({parameters}): rename the entries, or let the loader give tuples `(x, y)`'
-        )
     return ''
 
 
@@ -278,11 +244,7 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
         conversion = '' if targ.dtype == torch.int64 else '.long()'
         return f'. Give the targets as `y[:, 0]{conversion}`'
-    if 'class probabilities' not in error or pred.shape != targ.shape:
-        return ''
-    if targ.ndim == 1:
-        return ': the predictions have no axis of classes'
-    return ': one-hot targets are floats. Give `y.float()`, or `y.argmax(1)`'
+    return ''
 
 
 def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
@@ -553,15 +515,10 @@ def check_choice(
     """
     if not -pred.ndim <= axis < pred.ndim or pred.shape[axis] != 1:
         return
-    advice = ''
-    if name in _LABEL_METRICS:
-        advice = (
-            f'use `{_LABEL_METRICS[name]}`, which predicts 1 if the sigmoid is above `thresh`; or '
-        )
     raise MetricError(
         f'{name}: predictions of shape {tuple(pred.shape)} have one output along axis {axis}: there are '
-        f'no classes to choose from. For one output a sample {advice}give the model two outputs, and '
-        'train with cross_entropy.'
+        'no classes to choose from. Give the model two outputs, and train with cross_entropy, or use a metric of '
+        'labels, such as `accuracy_multi` or `F1ScoreMulti`, which predict 1 above `thresh`.'
     )
 
 

@@ -8,7 +8,7 @@ from collections import UserList
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -354,16 +354,6 @@ class DataLoaders:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loaders)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            hint = ''
-            if name == 'test_dl':  # of fastai
-                hint = ' For new samples: `learn.get_preds(dl=[(x,)])`, or any loader.'
-            raise AttributeError(
-                f'{type(self).__name__} has no attribute `{name}`.{hint}', name=name, obj=self
-            )
 
     def __repr__(self) -> str:
         lines = [f'  {name}: {describe_loader(dl)}' for name, dl in self.list_named()]

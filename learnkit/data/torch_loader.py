@@ -122,8 +122,7 @@ def iterates_as_torch(dl: Any) -> bool:
     "Return True for torch's DataLoader, a subclass that only adds options, and torchdata's StatefulDataLoader."
     if type(dl).__module__.startswith('torchdata.stateful_dataloader'):
         return True
-    own = [getattr(type(dl), name, None) for name in ('__iter__', '_get_iterator')]
-    return own == [DataLoader.__iter__, DataLoader._get_iterator]
+    return getattr(type(dl), '__iter__', None) is DataLoader.__iter__
 
 
 def torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:

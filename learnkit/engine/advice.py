@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.core.batch import count_samples, describe, has_certain_size, slice_batch
+from learnkit.core.batch import count_samples, describe, slice_batch
 from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
@@ -17,7 +17,6 @@ from learnkit.core.validation import (
     model_hint,
     precision_hint,
     warn_of_order,
-    warn_user,
 )
 from learnkit.engine.denominator import check_is_mean
 
@@ -80,11 +79,6 @@ def check_first_batch(learn: LearnerLike) -> None:
         raise TimeError(f'{amount}: samples are not counted. {e}') from None
     if n < 1 and amount is not None:
         raise TimeError(f'{amount}: the first batch has {n} samples, {describe(learn.xb)}.')
-    if learn.size_func is None and not has_certain_size(learn.xb, learn.yb):
-        warn_user(
-            f'The batch {describe((*learn.xb, *learn.yb))} is counted as {n} samples, one for '
-            'each entry of a list. If that is wrong, give `Learner(size_func=lambda xb, yb: ...)`.'
-        )
 
 
 # -- errors ----------------------------------------------------------------------------------------

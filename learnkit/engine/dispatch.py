@@ -257,7 +257,6 @@ class CallbackHost(Declared):
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
         excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_owner_pid')
-        self._end_streams()
         state = {k: v for k, v in self.__dict__.items() if k not in excluded}
         state['_cbs'] = list(self.callbacks)
         return state
@@ -373,7 +372,6 @@ class CallbackHost(Declared):
             )
         if cb not in self.callbacks:
             return self
-        self._end_streams()
         try:
             if self._is_in_use():
                 # the callback is not part of the Learner when the run ends
@@ -426,7 +424,6 @@ class CallbackHost(Declared):
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
         selected = self._select_cbs(as_list(cbs))
-        self._end_streams()
         switches = self.callbacks.switches
         removed = [
             (i, cb, switches[id(cb)])

@@ -13,14 +13,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.batch import (
+    are_sample_lists,
     batch_counter,
     children_of,
     concat,
     count_samples,
     describe,
     detuplify,
-    has_listed_samples,
-    have_listed_samples,
     is_sample_list,
     map_tensors,
     microbatches,
@@ -71,7 +70,7 @@ class BatchCollector(Callback):
         self._depth: int | None = None  # depth of the collected run
 
     def _take(self, entries: dict[str, Any]) -> None:
-        "Process the entries of a batch: `iter`, `n`, `has_lists`, `preds`, and what is asked for."
+        "Process the entries of a batch: `iter`, `n`, `preds`, and what is asked for."
 
     def _is_collected_run(self) -> bool:
         return bool(self._depth == self.learn.run.depth and not self.learn.training)
@@ -95,7 +94,6 @@ class BatchCollector(Callback):
         entries = {
             'iter': learn.iter,
             'n': n,
-            'has_lists': has_listed_samples((*learn.xb, *learn.yb), n),
             'preds': self._detach(learn.pred),
         }
         if self.with_input:
@@ -171,7 +169,6 @@ class GatherPredsCallback(BatchCollector):
         self.targets: Any = []
         self.losses: Any = []
         self._sizes: list[int] = []  # number of samples of each batch
-        self._has_lists = False  # True if the samples of a batch are in a list
         self.n_batches = 0
         self._is_joined = False
         self._transfer = AsyncToCPU()
@@ -191,7 +188,6 @@ class GatherPredsCallback(BatchCollector):
     def _take(self, entries: dict[str, Any]) -> None:
         self.n_batches += 1
         self._sizes.append(entries['n'])
-        self._has_lists = self._has_lists or entries['has_lists']
         preds = entries['preds']
         targs = entries.get('targs', ())
         if self.with_loss:
@@ -222,14 +218,14 @@ class GatherPredsCallback(BatchCollector):
             self._gather_ranks()
         if not self.n_batches:
             return
-        join = partial(concat, dim=self.concat_dim, sizes=self._sizes, listed=self._has_lists)
+        join = partial(concat, dim=self.concat_dim, sizes=self._sizes)
         if self.with_input:
             self.inputs = detuplify(_join_entries(self.inputs, join))
         if self.with_preds:
             # a list of samples may have a single element, which must stay in its list
-            is_sample_list = have_listed_samples(self.preds, self._sizes, self._has_lists)
+            are_lists = are_sample_lists(self.preds, self._sizes)
             preds = join(self.preds)
-            self.preds = preds if is_sample_list else detuplify(preds)
+            self.preds = preds if are_lists else detuplify(preds)
         if self.gathers_targs:
             self.targets = detuplify(_join_entries(self.targets, join))
         if self.with_loss:
@@ -239,7 +235,6 @@ class GatherPredsCallback(BatchCollector):
         "Gather the batches of all ranks, in the order of the data."
         rank_data = (
             self.n_batches,
-            self._has_lists,
             self.inputs,
             self.preds,
             self.targets,
@@ -247,9 +242,8 @@ class GatherPredsCallback(BatchCollector):
             self._sizes,
         )
         gathered = gather_on_host(self._world, rank_data, 'predictions')
-        n_batches, have_lists, *batches = zip(*gathered, strict=True)
+        n_batches, *batches = zip(*gathered, strict=True)
         self.n_batches = sum(n_batches)
-        self._has_lists = any(have_lists)
         self.inputs, self.preds, self.targets, self.losses, self._sizes = map(interleave, batches)
 
     def all_tensors(self) -> list[Any]:
@@ -285,7 +279,11 @@ class Replicated(list[Any]):
     "List of batches that is not sharded: every rank predicts on all batches."
 
 
-def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
+def shard_loader(
+    learn: LearnerLike,
+    dl: Any,
+    fillers: bool = False,  # give all ranks equally many batches, those without samples too
+) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world = learn.world
     team = learn.strategy.team
@@ -293,11 +291,11 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
 
-    options: dict[str, Any] = {'count': batch_counter(learn), 'fillers': False}
+    options: dict[str, Any] = {'count': batch_counter(learn), 'fillers': fillers}
     if team:
         options |= {
             'batch_size': team.loader_options['batch_size'],
-            'fillers': team.parallelism.needs_equal_evaluations,
+            'fillers': fillers or team.parallelism.needs_equal_evaluations,
         }
     source = dl.source if isinstance(dl, Shard) else dl
     rank_dl = shard(source, world.rank, world.size, **options)
@@ -382,7 +380,7 @@ class PredictionSink(BatchCollector):
     @override
     def _take(self, entries: dict[str, Any]) -> None:
         self._number = entries['iter']
-        is_list = is_sample_list(entries['preds'], entries['n'], entries['has_lists'])
+        is_list = is_sample_list(entries['preds'], entries['n'])
         parts = {k: detuplify(v) if k in ('inputs', 'targs') else v for k, v in entries.items()}
         parts['preds'] = self._act(entries['preds'] if is_list else detuplify(entries['preds']))
         if 'decoded' in self.names:

@@ -123,25 +123,18 @@ class Interpretation:
         return (detuplify(self._read_inputs(rows)), *taken)
 
     def _check_idxs(self, idxs: Any) -> list[int]:
-        if isinstance(idxs, Tensor):
-            idxs = idxs.flatten().tolist()
-        elif isinstance(idxs, int):
-            idxs = [idxs]
-        rows = list(idxs)
-        if all(isinstance(i, (bool, np.bool_)) for i in rows):
-            rows = self._list_masked(rows)
-        if not rows:
+        "Return indices of samples from 0 on; raise `OptionError` if there are none, or for one out of range."
+        rows = torch.as_tensor(idxs).flatten()
+        if rows.dtype == torch.bool:
+            if len(rows) != len(self):
+                raise OptionError(f'A mask of {len(rows)} entries: there are {len(self)} samples.')
+            rows = rows.nonzero().flatten()
+        if not len(rows):
             raise OptionError('No sample is selected: give at least one index.')
-        for i in rows:
+        for i in rows.tolist():
             if not -len(self) <= i < len(self):
                 raise OptionError(f'There is no sample {i}: there are {len(self)}.')
-        return [int(i) % len(self) for i in rows]
-
-    def _list_masked(self, mask: list[bool]) -> list[int]:
-        "Return the indices of the samples whose entry in a mask is True."
-        if mask and len(mask) != len(self):
-            raise OptionError(f'A mask of {len(mask)} entries: there are {len(self)} samples.')
-        return [i for i, is_selected in enumerate(mask) if is_selected]
+        return [i % len(self) for i in rows.tolist()]
 
     def _read_inputs(self, rows: list[int]) -> tuple[Any, ...]:
         "Return the inputs of some samples, read from the loader again; the loader's state is restored afterwards."

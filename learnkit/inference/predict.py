@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,24 +19,25 @@ from torch.utils.data import IterableDataset, default_collate
 from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
     are_equal,
-    children_of,
     describe,
     detuplify,
     form_of,
     is_sample_list,
     map_tensors,
+    short_repr,
     tensors_in,
 )
 from learnkit.core.errors import (
     BatchError,
     CancelEpochException,
     CancelFitException,
+    EmptyLoaderError,
     LoaderError,
     OptionError,
 )
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.random import capture_rng, preserved_generators, preserved_rng, restore_rng
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
 from learnkit.data.shard import Shard
@@ -53,7 +55,6 @@ from learnkit.inference.gather import (
     shard_loader,
 )
 from learnkit.inference.sinks import check_sink, open_sink
-from learnkit.inference.stream import PredictionStream, stream_predictions
 
 __all__ = [
     'GatherPredsCallback',
@@ -65,6 +66,8 @@ __all__ = [
     'tta',
     'validate',
 ]
+
+_END = object()  # marks the end of a loader, as the default of `next`
 
 
 def validate(
@@ -220,15 +223,12 @@ def predict_iter(
     inner: bool,
     cpu: bool,
     cbs: Any,
-) -> PredictionStream:
+) -> Iterator[tuple[Any, ...]]:
     "Return an iterator over the predictions of each batch, computed on demand in the loader's order."
     check_function('act', act)
     loader_name = _find_name(learn, ds_idx, dl)
-    dl, _ = shard_loader(learn, _choose_loader(learn, ds_idx, dl))
-    new_cbs = [as_callback(cb) for cb in as_list(cbs)]
-    batch: list[tuple[Any, ...]] = []
+    dl, _ = shard_loader(learn, _choose_loader(learn, ds_idx, dl), fillers=True)
     entries = PredictionSink(
-        lambda *values: batch.append(values),
         with_input=with_input,
         with_decoded=with_decoded,
         with_loss=with_loss,
@@ -236,12 +236,40 @@ def predict_iter(
         decode=find_decoder(learn.loss_func),
         cpu=cpu,
     )
+    new_cbs = [as_callback(cb) for cb in as_list(cbs)]
 
-    def run(watch: Callback) -> Iterator[None]:
-        stream_cbs = [watch, *new_cbs, entries]
-        return stream_predictions(learn, dl, stream_cbs, inner, loader_name)
+    def run(batch: Any) -> None:
+        _run_predictions(learn, [batch], [*new_cbs, entries], inner, with_loss, loader_name)
 
-    return PredictionStream(learn, run, batch, learn.loss_not_reduced if with_loss else nullcontext)
+    return _predict_batches(dl, entries, run)
+
+
+def _predict_batches(
+    dl: Any,
+    entries: PredictionSink,
+    run: Callable[[Any], None],  # f(batch), which predicts and passes the result to `entries`
+) -> Iterator[tuple[Any, ...]]:
+    "Predict on each batch in a run of its own; code between two batches keeps its random numbers."
+    batches = state = None
+    with preserved_generators(dl):
+        for i in count():
+            predicted: list[tuple[Any, ...]] = []
+            entries.give = lambda *values, predicted=predicted: predicted.append(values)
+            with preserved_rng():
+                if state is not None:
+                    restore_rng(state)
+                batches = iter(dl) if batches is None else batches
+                batch = next(batches, _END)
+                if batch is _END:
+                    break
+                run(batch)
+                _reseed()  # or else all batches would draw the same numbers
+                state = capture_rng()
+            share = getattr(dl, 'share', lambda i: None)(i)
+            if share is None or share[0]:  # other batches are fillers of this rank
+                yield from predicted
+    if not i:
+        raise EmptyLoaderError(f'The loader ({type(dl).__name__}) gave no batch to predict on.')
 
 
 def predict(
@@ -354,7 +382,7 @@ def _check_same_samples(plain: Any, targs: Any, preds: Any, new_targs: Any) -> N
         raise LoaderError(
             'tta: this loader gives other samples each time. Pass `dl=` one that does not shuffle.'
         )
-    if describe(preds) != describe(plain) or not _are_averageable(plain, preds):
+    if not _are_averageable(plain, preds):
         raise BatchError(
             f'tta: predictions {describe(preds)} are not tensors of one shape, which could be '
             'averaged. Predict with `get_preds`, and combine them by a function of your own.'
@@ -420,11 +448,9 @@ def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
     if isinstance(dl, str):
         return _get_loader(learn, dl)
     if is_rows(dl):
-        alternatives = ''
-        if isinstance(dl, (Tensor, np.ndarray)):
-            alternatives = '`dl=[(x,)]`, with targets `dl=[(x, y)]`, and of many samples '
         raise LoaderError(
-            f'dl is {describe(dl)}, no batches: give {alternatives}`dl=TensorLoader(x, bs=64)`.'
+            f'dl is {describe(dl)}, no batches: give `dl=[(x,)]`, with targets `dl=[(x, y)]`, or '
+            '`dl=TensorLoader(x, bs=64)`.'
         )
     # `train_ds` is read first: reading `valid` of a single loader of fastai would split its data set
     if isinstance(dl, DataLoaders) or (hasattr(dl, 'train_ds') and hasattr(dl, 'valid')):
@@ -440,10 +466,8 @@ def _get_loader(learn: LearnerLike, ds_idx: int | str) -> Any:
     try:
         return learn.dls[ds_idx]
     except TypeError:
-        if is_rows(ds_idx):
-            resolve_loader(learn, ds_idx)  # raises
         raise LoaderError(
-            f'ds_idx={ds_idx!r} is not the number of a loader: a loader is given as `dl=`.'
+            f'ds_idx={short_repr(ds_idx)} is not the number of a loader: a loader is given as `dl=`.'
         ) from None
     except (IndexError, KeyError):
         loader = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
@@ -532,15 +556,10 @@ def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> A
 
 def _are_averageable(a: Any, b: Any) -> bool:
     "Return True if two predictions hold tensors of the same shapes, and no lists of dicts (such as boxes)."
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape
-    a_children = children_of(a)
-    b_children = children_of(b)
-    if a_children is None or b_children is None:
-        return a_children is b_children
     if isinstance(a, list) and any(isinstance(c, Mapping) for c in a):
         return False
-    return len(a_children) == len(b_children) and all(map(_are_averageable, a_children, b_children))
+    tensors = tensors_in(a)
+    return bool(tensors) and [t.shape for t in tensors] == [t.shape for t in tensors_in(b)]
 
 
 def _replace_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:

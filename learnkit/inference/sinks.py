@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkit.core.batch import describe
 from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.files import as_local_path
-from learnkit.core.plain import ATOMS, as_atom
+from learnkit.core.plain import ATOMS, as_atom, map_plain
 from learnkit.distributed.comm import Comm
 
 __all__ = ['check_sink', 'open_sink', 'save_plain']
@@ -185,11 +185,11 @@ def save_plain(
 ) -> None:
     "Save an object as plain containers and compact tensors, which `torch.load` reads with `weights_only=True`."
     temporary = path.with_name(f'.{path.name}.tmp')
-    torch.save(_to_plain(o), temporary)
+    torch.save(map_plain(o, _to_plain), temporary)
     os.replace(temporary, path)
 
 
-def _to_plain(o: Any) -> Any:
+def _to_plain(o: Any, where: str = '') -> Any:
     "Convert arrays to tensors and dataclasses to dicts; raise `BatchError` for types that are not safe to load."
     if isinstance(o, np.generic):
         o = o.item()
@@ -198,12 +198,8 @@ def _to_plain(o: Any) -> Any:
         return o.detach().as_subclass(Tensor).clone()
     if isinstance(o, np.ndarray) and o.dtype.kind in 'biufc':
         return torch.tensor(o)
-    if isinstance(o, Mapping):
-        return {k: _to_plain(v) for k, v in o.items()}
-    if isinstance(o, (tuple, list)):
-        return (list if isinstance(o, list) else tuple)(map(_to_plain, o))
     if is_dataclass(o):
-        return {f.name: _to_plain(getattr(o, f.name)) for f in fields(o)}
+        return map_plain({f.name: getattr(o, f.name) for f in fields(o)}, _to_plain)
     if isinstance(o, ATOMS):
         return as_atom(o)
     raise BatchError(

@@ -2,14 +2,14 @@
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from learnkit.core.batch import (
@@ -17,7 +17,6 @@ from learnkit.core.batch import (
     are_equal,
     concat,
     describe,
-    detuplify,
     find_bs,
     microbatches,
     split_batch,
@@ -85,12 +84,6 @@ def test_split_follows_position(batch: Any, n_inp: int | None, xb: Any, yb: Any)
     assert [type(o) for o in got] == [tuple, tuple]
 
 
-def test_split_tensor_and_packed_sequence_are_one_input() -> None:
-    for batch in (torch.zeros(3, 2), pack_sequence([torch.zeros(3), torch.zeros(2)])):
-        (x,), yb = split_batch(batch)
-        assert x is batch and yb == ()
-
-
 @pytest.mark.parametrize('name', ['labels', 'label', 'targets', 'target', 'y'])
 def test_split_finds_named_targets(name: str) -> None:
     y = torch.zeros(2)
@@ -139,7 +132,6 @@ def nested() -> Any:
         'od': OrderedDict(b=torch.zeros(7)),
         'ud': UserDict(c=torch.zeros(8)),
         'tuple': (torch.zeros(9), (1, 2)),
-        'proxy': MappingProxyType({'d': torch.zeros(1)}),
     }
 
 
@@ -157,10 +149,9 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
         moved['od']['b'],
         moved['ud']['c'],
         moved['tuple'][0],
-        moved['proxy']['d'],
     ]
     assert {t.device for t in tensors} == {META}
-    assert [len(t) for t in tensors] == [2, 1, 3, 4, 5, 6, 7, 8, 9, 1]
+    assert [len(t) for t in tensors] == [2, 1, 3, 4, 5, 6, 7, 8, 9]
     assert moved['list'][1:] == ['text', 3] and moved['pair'].b is None
     assert moved['data'].target == 1 and moved['data'].made == 7 and moved['frozen'].name == 'n'
     assert moved['dd']['new'] == 0  # the factory is still there
@@ -172,11 +163,6 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
     'batch',
     [
         (torch.zeros(2), torch.zeros(2)),
-        [torch.zeros(2)],
-        torch.zeros(2),
-        'text',
-        None,
-        (torch.zeros(2), 'text'),
         nested(),
         (nn.Parameter(torch.zeros(1)), torch.zeros(1)),
     ],
@@ -184,12 +170,6 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
 @pytest.mark.parametrize('device', [torch.device('cpu'), 'cpu'])
 def test_what_is_there_already_is_the_same_object(batch: Any, device: Any) -> None:
     assert to_device(batch, device) is batch
-
-
-def test_moves_a_pair_and_one_of_a_pair() -> None:
-    x, y = torch.zeros(2), torch.zeros(3, device='meta')
-    moved = to_device((x, y), 'meta')
-    assert type(moved) is tuple and moved[0].device == META and moved[1] is y
 
 
 def test_what_moves_itself_is_asked_to() -> None:
@@ -207,31 +187,16 @@ def test_detaches_everything() -> None:
     assert to_detach(torch.zeros(1, device='meta'), cpu=False).device == META
 
 
-def test_detuplify() -> None:
-    t = torch.zeros(1)
-    assert (
-        detuplify((t,)) is t and detuplify(t) is t and detuplify(()) is None and detuplify([t]) is t
-    )
-    both = (t, t)
-    assert detuplify(both) is both
-
-
 # find_bs
 
 
 @pytest.mark.parametrize(
     ('batch', 'bs'),
     [
-        ((torch.zeros(4, 2), torch.zeros(5)), 4),
-        (torch.zeros(3), 3),
-        ((torch.tensor(1.0), torch.zeros(6)), 6),
         ({'scale': torch.tensor(1.0), 'x': torch.zeros(7, 2)}, 7),
         ([['a', 'b'], torch.zeros(5)], 5),
-        ([['a', 'b', 'c'], ['d', 'e', 'f']], 3),
-        (({'x': [1, 2]},), 2),
         ((np.zeros((4, 2)), 'text'), 4),
         (Batch(Pair(None, torch.zeros(2))), 2),
-        ((pack_sequence([torch.zeros(3), torch.zeros(2)]),), 2),
     ],
 )
 def test_batch_size(batch: Any, bs: int) -> None:
@@ -257,10 +222,6 @@ def test_concat_undoes_split(sizes: list[int], seed: int) -> None:
     joined = concat(parts)
     assert torch.equal(joined['x'], x) and torch.equal(joined['more'][0], y)
     assert torch.equal(joined['more'][1][0], x * 2)
-
-
-def test_concat_stacks_what_has_no_dimensions() -> None:
-    assert concat([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
 
 
 def test_concat_along_another_dimension() -> None:
@@ -314,20 +275,6 @@ def test_pieces_put_together_are_the_batch(n: int, size: int) -> None:
     assert torch.equal(torch.cat([p for (p, _), _ in pieces]), x)
     assert all(torch.equal(d['n'], q) for (_, d), (q,) in pieces)
     assert torch.equal(torch.cat([q for _, (q,) in pieces]), y)
-
-
-def test_pieces_are_views() -> None:
-    x = torch.zeros(4)
-    (first,), _ = microbatches((x,), (), 2)[0]
-    first += 1
-    assert x.tolist() == [1, 1, 0, 0]
-
-
-def test_a_small_batch_is_its_own_piece() -> None:
-    xb, yb = (torch.zeros(3),), (torch.zeros(3),)
-    for size in (3, 4):
-        [(a, b)] = microbatches(xb, yb, size)
-        assert a is xb and b is yb
 
 
 def test_what_has_another_length_goes_whole() -> None:
@@ -445,21 +392,6 @@ def test_signature_is_read_once_and_the_model_not_kept(monkeypatch: pytest.Monke
     assert ref() is None
 
 
-def test_model_that_cannot_be_referred_to_weakly() -> None:
-    class Slotted:
-        __slots__ = ()
-
-        def __call__(self, ids: Any) -> Any:
-            return ids
-
-    assert apply_model(Slotted(), ({'ids': 1, 'n': 2},)) == 1
-
-
-def test_missing_required_input_is_named() -> None:
-    with pytest.raises(TypeError, match='ids'):
-        apply_model(ByName(), ({'mask': 1},))
-
-
 # unpack_output
 
 
@@ -566,12 +498,6 @@ def test_describe(batch: Any, text: str) -> None:
     assert describe(batch) == text
 
 
-def test_subclass_of_tensor_is_a_tensor() -> None:
-    p = nn.Parameter(torch.zeros(3))
-    assert describe(p) == 'Parameter[3] float32' and find_bs((p,)) == 3
-    assert isinstance(to_device((p,), 'meta')[0], Tensor)
-
-
 @pytest.mark.parametrize(
     ('a', 'b', 'expected'),
     [
@@ -593,8 +519,3 @@ def test_subclass_of_tensor_is_a_tensor() -> None:
 )
 def test_equal_batches(a: Any, b: Any, expected: bool) -> None:
     assert are_equal(a, b, others=True) is expected
-
-
-def test_equal_objects_of_other_types() -> None:
-    assert are_equal([{1}], [{1}]) and not are_equal([{1}], [{2}])
-    assert not are_equal(torch.ones(2), torch.ones(2, dtype=torch.int64))

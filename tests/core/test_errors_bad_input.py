@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,11 +115,10 @@ def test_an_invalid_loss_is_refused(loss: Any, expected_text: list[str]) -> None
         ),
         (lambda p, y: nn.functional.mse_loss(p, y).item(), ['tensor']),
         (lambda p, y: None, ['None', 'tensor']),
-        (lambda p, y: {}, ['{}', 'tensor']),
         (lambda p, y: {'a': 1.0}, ["'a'", 'tensor']),
         (lambda p, y: (p - y).abs().mean() > 0, ['does not depend on any parameter']),
     ],
-    ids=['shape', 'detached', 'a number', 'None', 'empty dict', 'numbers', 'a comparison'],
+    ids=['shape', 'detached', 'a number', 'None', 'numbers', 'a comparison'],
 )
 def test_a_loss_that_cannot_be_minimised(loss: Any, expected_text: list[str]) -> None:
     learn = make(loss_func=loss)
@@ -156,21 +154,6 @@ def test_a_loader_that_became_empty(name: str) -> None:
 
 def nothing() -> Iterator[Any]:
     yield from ()
-
-
-def test_a_loader_that_yields_nothing() -> None:
-    learn = make(dls=DataLoaders(nothing(), None, device='cpu'))
-    refuses(learn, EmptyLoaderError, 'train', 'gave no batch', 'generator')
-    learn.dls = DataLoaders([(X, Y)], None, device='cpu')
-    trains(learn)
-
-
-def test_a_validation_loader_that_yields_nothing_is_reported_before_training() -> None:
-    learn = make(dls=DataLoaders([(X, Y)], nothing(), device='cpu'))
-    with pytest.raises(EmptyLoaderError, match=r'valid.*gave no batch'):
-        learn.fit(1)
-    learn.dls = DataLoaders([(X, Y)], [(X, Y)], device='cpu')
-    trains(learn)
 
 
 @pytest.mark.parametrize(
@@ -302,20 +285,7 @@ def test_a_function_that_is_not_a_handler(f: Any, expected_text: list[str]) -> N
     assert all(s in str(e.value) for s in expected_text), str(e.value)
 
 
-def test_an_event_that_is_not_a_method() -> None:
-    class Bad(Callback):
-        after_step = 3
-
-    learn = make()
-    refuses(learn, CallbackError, 'Bad.after_step is 3', do=lambda learn: learn.fit(1, cbs=Bad()))
-    trains(learn)
-
-
 # -- metrics ---------------------------------------------------------------------------------------
-
-
-def classes(pred: Tensor, y: Tensor) -> Tensor:
-    return (pred.argmax(1) == y).float().reshape(-1, 3).mean()
 
 
 def no_number(pred: Tensor, y: Tensor) -> Tensor:
@@ -330,13 +300,7 @@ def one_argument(pred: Tensor) -> Tensor:
     return pred.mean()
 
 
-def of_wrong_shape(pred: Tensor, y: Tensor) -> Tensor:
-    return (pred @ y).mean()
-
-
-@pytest.mark.parametrize(
-    'metric', [classes, no_number, text, one_argument, of_wrong_shape], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize('metric', [no_number, text, one_argument], ids=lambda f: f.__name__)
 def test_metrics_with_wrong_shapes(metric: Any) -> None:
     learn = make(metrics=[mae, metric])
     message = refuses(learn, MetricError, metric.__name__)
@@ -344,23 +308,6 @@ def test_metrics_with_wrong_shapes(metric: Any) -> None:
         assert '[8, 1]' in message, message
     learn.metrics = mae
     trains(learn)
-
-
-def test_a_metric_that_fails_on_the_training_batches() -> None:
-    from learnkit.callbacks.recorder import Recorder
-
-    learn = make(metrics=no_number)
-    learn.remove_cb(learn.recorder)
-    learn.add_cb(Recorder(train_metrics=True))
-    refuses(learn, MetricError, 'no_number')
-    learn.metrics = None
-    trains(learn)
-
-
-@pytest.mark.parametrize('metric', [5, 'accuracy', object()])
-def test_what_is_not_a_metric(metric: Any) -> None:
-    with pytest.raises(MetricError):
-        make(metrics=metric)
 
 
 # -- model and optimizer ---------------------------------------------------------------------------
@@ -386,10 +333,6 @@ def test_a_model_that_was_frozen_after_the_optimizer_was_made() -> None:
     trains(learn)
 
 
-def test_a_model_without_parameters_at_all() -> None:
-    refuses(make(model=nn.Identity()), ModelError, 'Identity', 'no trainable parameters')
-
-
 @pytest.mark.parametrize(
     ('model', 'expected_text'),
     [(nn.Linear, 'Linear(...)'), (mae, 'torch.nn.Module'), (None, 'None')],
@@ -403,7 +346,7 @@ def test_an_invalid_model_is_refused(model: Any, expected_text: str) -> None:
 
 @pytest.mark.parametrize(
     'opt_func',
-    [5, lambda ps, lr: None, lambda ps, lr: 'sgd', lambda ps, lr: [], lambda ps, lr: [5]],
+    [5, lambda ps, lr: None, lambda ps, lr: []],
 )
 def test_an_invalid_optimizer_is_refused(opt_func: Any) -> None:
     learn = make(opt_func=opt_func)
@@ -412,17 +355,10 @@ def test_an_invalid_optimizer_is_refused(opt_func: Any) -> None:
     trains(learn)
 
 
-@pytest.mark.parametrize('lr', [[0.1, 0.2], [], [0.1, 0.2, 0.3], 'fast'])
+@pytest.mark.parametrize('lr', [[0.1, 0.2], 'fast'])
 def test_rates_that_are_too_many_or_too_few(lr: Any) -> None:
     learn = make()
     refuses(learn, OptimizerError, 'lr', 'param group', do=lambda learn: learn.fit(1, lr=lr))
-    trains(learn)
-
-
-def test_wrong_rates_leave_the_weight_decay_alone() -> None:
-    learn = make()
-    learn.create_opt()
-    refuses(learn, OptimizerError, 'lr', do=lambda learn: learn.fit(1, lr=[1.0, 2.0, 3.0], wd=0.5))
     trains(learn)
 
 
@@ -437,11 +373,6 @@ def test_wrong_rates_leave_the_weight_decay_alone() -> None:
         None,
         True,
         float('nan'),
-        float('inf'),
-        [3],
-        torch.tensor([1, 2]),
-        np.float64(2),
-        -(2**70),
     ],
     ids=repr,
 )
@@ -451,29 +382,11 @@ def test_an_invalid_number_of_epochs_is_refused(n: Any) -> None:
     trains(learn)
 
 
-def test_no_epochs_train_nothing() -> None:
-    learn = make()
-    before = learn.model.weight.clone()
-    learn.fit(0)
-    assert len(learn.history) == 0 and learn.model.weight.equal(before)
-    trains(learn)
-
-
-@pytest.mark.parametrize('n', [np.int64(2), torch.tensor(2), 2])
-def test_whole_numbers_of_every_kind(n: Any) -> None:
-    learn = make()
-    learn.fit(n)
-    assert len(learn.history) == 2 and type(learn.n_epoch) is int
-
-
 @pytest.mark.parametrize(
     ('start', 'expected_text'),
     [
         (-1, 'start_epoch'),
         (3, 'past n_epoch=2'),
-        (0.5, 'start_epoch'),
-        ('1', 'start_epoch'),
-        (None, 'start_epoch'),
     ],
 )
 def test_an_invalid_first_epoch_is_refused(start: Any, expected_text: str) -> None:
@@ -482,7 +395,7 @@ def test_an_invalid_first_epoch_is_refused(start: Any, expected_text: str) -> No
     trains(learn)
 
 
-@pytest.mark.parametrize('iteration', [0, -1, 'x', '2ba', '1.5ep', [1]], ids=repr)
+@pytest.mark.parametrize('iteration', [0, 'x', '2ba'], ids=repr)
 def test_an_invalid_iteration_is_refused(iteration: Any) -> None:
     learn = make()
     weights = learn.model.weight.clone()
@@ -493,23 +406,10 @@ def test_an_invalid_iteration_is_refused(iteration: Any) -> None:
     trains(learn)
 
 
-@pytest.mark.parametrize('size', [0, -1, 1.5, '4', True])
+@pytest.mark.parametrize('size', [0, 1.5, '4'])
 def test_an_invalid_microbatch_is_refused(size: Any) -> None:
     with pytest.raises(FitError, match='microbatch'):
         make(microbatch=size)
 
 
 # -- evaluation ------------------------------------------------------------------------------------
-
-
-def test_an_empty_loader_in_an_evaluation() -> None:
-    learn = make()
-    for how in ('validate', 'get_preds'):
-        for dl in ([], iter([]), nothing()):
-            refuses(
-                learn,
-                EmptyLoaderError,
-                'gave no batch' if dl != [] else 'no batch',
-                do=lambda learn, how=how, dl=dl: getattr(learn, how)(dl=dl),
-            )
-    trains(learn)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from learnkit import (
     ParamScheduler,
     SaveModelCallback,
     accuracy,
-    mse,
 )
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.core.errors import (
@@ -41,7 +39,6 @@ from learnkit.core.errors import (
     TimeError,
 )
 from learnkit.losses import CrossEntropyLossFlat, DiceLoss
-from learnkit.metrics import accuracy_multi
 from learnkit.optim.optimizers import Lookahead, MuonAdamW
 
 X, Y = torch.linspace(-1, 1, 96).reshape(24, 4), torch.arange(24) % 3
@@ -114,9 +111,7 @@ def test_an_invalid_splitter_is_refused() -> None:
     assert 'is not a list of parameters' in message(make(splitter=lambda m: 3), OptimizerError)
 
 
-@pytest.mark.parametrize(
-    ('name', 'value'), [('mom', 2), ('mom', 1.0), ('sqr_mom', 1.5), ('mom', -0.1)]
-)
+@pytest.mark.parametrize(('name', 'value'), [('mom', 1.0), ('sqr_mom', 1.5)])
 def test_momenta_are_shares(name: str, value: float) -> None:
     learn = make()
     learn.create_opt()
@@ -130,21 +125,6 @@ def test_momenta_are_shares(name: str, value: float) -> None:
     assert expected in message(learn, OptimizerError, lambda learn: learn.fit(1, cbs=sched))
     assert dict(learn.opt.hypers[0]) == before
     learn.opt.set_hyper('lr', 2.0)
-
-
-def test_an_optimizer_shows_itself_in_a_line() -> None:
-    learn = make(splitter=lambda m: [list(m[0].parameters()), list(m[2:].parameters())])
-    learn.create_opt()
-    learn.opt.set_hyper('lr', slice(1e-3, 1e-1))
-    assert repr(learn.opt) == 'OptimWrapper(Adam, 2 groups, lr=[0.001, 0.1])'
-    found = repr(OptimWrapper([torch.zeros(2)], opt=torch.optim.SGD, lr=0.5))
-    assert found == 'OptimWrapper(SGD, 1 group, lr=0.5)'
-    with pytest.raises(OptimizerError, match='not a hyperparameter of Adam: '):
-        learn.opt.set_hyper('alpha', 0.1)
-    learn = make(opt_func=MuonAdamW)
-    learn.create_opt()
-    assert repr(learn.opt) == 'OptimWrapper(MuonAdamW, 1 group, lr=0.001)'
-    assert 'MuonAdamW' in str(learn.summary())
 
 
 # -- callbacks -------------------------------------------------------------------------------------
@@ -187,7 +167,6 @@ def test_options_of_callbacks(made: Any, error: type[Exception], expected_text: 
             'both write .*model.pth.*`fname`',
         ),
         ([MixUp, CutMix], OptionError, 'both blend each batch'),
-        ([MixUp, MixUp], OptionError, 'both blend each batch'),
         (
             [partial(MixedPrecision, 'fp16'), partial(MixedPrecision, 'bf16')],
             OptionError,
@@ -200,7 +179,7 @@ def test_options_of_callbacks(made: Any, error: type[Exception], expected_text: 
         ),
         ([partial(EarlyStoppingCallback, 'zebra')], MetricError, '`learn.log`'),
     ],
-    ids=['two saves', 'blends', 'two MixUps', 'two precisions', 'a close name', 'no close name'],
+    ids=['two saves', 'blends', 'two precisions', 'a close name', 'no close name'],
 )
 def test_callbacks_that_cannot_run(
     cbs: Any, error: type[Exception], expected_text: str, tmp_path: Any
@@ -210,17 +189,6 @@ def test_callbacks_that_cannot_run(
     assert re.search(expected_text, text), text
     assert ('learn.log' in text) == ('learn.log' in expected_text)
     learn.fit(1)
-
-
-def test_callbacks_that_save_separate_files_work_together(tmp_path: Any) -> None:
-    cbs = [
-        SaveModelCallback(),
-        SaveModelCallback('train_loss', fname='other'),
-        SaveModelCallback(every_epoch=True),
-    ]
-    make(path=tmp_path, cbs=cbs).fit(2)
-    expected = {'model.pth', 'other.pth', 'model_0.pth', 'model_1.pth'}
-    assert {p.name for p in (tmp_path / 'models').iterdir()} == expected
 
 
 def test_a_monitor_without_validation_data() -> None:
@@ -268,18 +236,6 @@ def test_an_axis_that_predictions_do_not_have(loss: Any) -> None:
     assert expected in message(make(loss), LossError)
 
 
-@pytest.mark.parametrize(
-    ('metric', 'expected_text'),
-    [
-        (accuracy_multi, r'^accuracy_multi: .*`F.one_hot\(targ, 3\)`'),
-        (mse, r'^mse: .*`accuracy` takes them'),
-    ],
-)
-def test_a_metrics_own_words_come_first(metric: Any, expected_text: str) -> None:
-    text = message(make(metrics=metric), MetricError)
-    assert re.search(expected_text, text) and 'wrap it in a function' not in text
-
-
 # -- predictions -----------------------------------------------------------------------------------
 
 
@@ -314,23 +270,3 @@ def test_a_metrics_own_words_come_first(metric: Any, expected_text: str) -> None
 )
 def test_predictions_and_searches(do: Any, error: type[Exception], expected_text: str) -> None:
     assert expected_text in message(make(), error, do)
-
-
-def test_test_dl_is_fastais_alone() -> None:
-    dls = make().dls
-    with pytest.raises(
-        AttributeError, match=r'`test_dl`. For new samples: `learn.get_preds\(dl=\[\(x,\)\]\)`'
-    ):
-        dls.test_dl([X[0]])
-    with pytest.raises(AttributeError, match='no attribute `trian`') as e:
-        dls.trian  # noqa: B018  # reading it is the test
-    assert e.value.name == 'trian' and e.value.obj is dls and not hasattr(dls, 'nothing')
-
-
-def test_a_stream_shows_itself() -> None:
-    stream = make().predict_iter()
-    assert repr(stream) == 'PredictionStream(Sequential, not running)'
-    next(stream)
-    assert repr(stream) == 'PredictionStream(Sequential, paused)'
-    assert np.isfinite(len(list(stream)))
-    assert repr(stream) == 'PredictionStream(Sequential, not running)'

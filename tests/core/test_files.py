@@ -58,13 +58,6 @@ def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None
     assert (tmp_path / 'link').is_symlink() and (tmp_path / 'there' / 'real').read_text() == 'new'
 
 
-def test_the_longest_names_can_be_written(tmp_path: Path) -> None:
-    path = tmp_path / ('ä' * 127)
-    with atomic_write(path) as tmp:
-        tmp.touch()
-    assert path.exists()
-
-
 def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     check_writable(tmp_path / 'new' / 'a')
     assert os.listdir(tmp_path / 'new') == []
@@ -99,25 +92,15 @@ def test_temporaries_of_dead_processes_are_swept_and_nothing_else(tmp_path: Path
     dead, own = dead_process(), os.getpid()
     stale = [
         f'.a.ckpt.tmp-{dead}-0123abcd',
-        f'.b.tmp-{dead}-ffffffff',
-        f'.x.tmp-1-00000000.tmp-{dead}-0123abcd',
         f'.a.ckpt.tmp-{own}-0123abcd',
         '.a.ckpt.tmp-9999999999-0123abcd',
-        f'.new\nline.tmp-{dead}-0123abcd',
     ]
     other = [
         f'a.ckpt.tmp-{dead}-0123abcd',
         f'.tmp-{dead}-0123abcd',
-        f'.a.tmp-{dead}-0123ABCD',
-        f'.a.tmp-{dead}-123abc',
-        '.a.tmp-x-0123abcd',
-        f'.a.tmp--{dead}-0123abcd',
-        f'.a.tmp-{dead}-0123abcd.ckpt',
         'a.ckpt',
         '.lock',
         f'.a.tmp-{os.getppid()}-0123abcd',
-        '.a.tmp-1-0123abcd',
-        '.a.tmp-٣-0123abcd',
     ]
     for name in stale + other:
         (tmp_path / name).touch()
@@ -131,7 +114,3 @@ def test_temporaries_of_dead_processes_are_swept_and_nothing_else(tmp_path: Path
         assert sweep(tmp_path) == sorted(tmp_path / name for name in stale)
         assert sorted(os.listdir(tmp_path)) == sorted([*kept, tmp.name])
     assert (tmp_path / 'below' / f'.a.tmp-{dead}-0123abcd').exists() and sweep(tmp_path) == []
-
-
-def test_a_folder_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
-    assert sweep(tmp_path / 'no') == []

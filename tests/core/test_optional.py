@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from learnkit import ClassificationInterpretation, MissingExtraError
-from learnkit.core.optional import check_libraries, describe_missing, import_library
+from learnkit.core.optional import describe_missing, import_library
 from learnkit.core.plotting import new_axes
 from learnkit.data.tables import Table
 from learnkit.testing import synth_learner
@@ -48,11 +48,6 @@ def test_the_error_names_the_library(
 def test_several_libraries_are_one_command() -> None:
     found = describe_missing('Exporting to ONNX', 'onnx', 'onnxscript')
     assert found == 'Exporting to ONNX needs onnx and onnxscript: pip install onnx onnxscript'
-
-
-def test_libraries_that_are_there() -> None:
-    check_libraries('this', 'torch', 'numpy')
-    assert import_library('torch.nn', 'this') is nn
 
 
 def test_a_library_that_an_installed_one_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

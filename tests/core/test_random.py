@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit.core.batch import are_equal
 from learnkit.core.random import (
     capture_own,
     capture_rng,
     own_generators,
-    preserved_generators,
     preserved_rng,
     restore_own,
     restore_rng,
@@ -38,14 +36,6 @@ def draw() -> tuple[Any, ...]:
     )
 
 
-def leaves(state: Any) -> list[Any]:
-    if isinstance(state, dict):
-        return [leaf for v in state.values() for leaf in leaves(v)]
-    if isinstance(state, tuple):
-        return [leaf for v in state for leaf in leaves(v)]
-    return [state]
-
-
 def test_restores_every_generator_exactly() -> None:
     state = capture_rng()
     first = [draw() for _ in range(5)]
@@ -54,32 +44,6 @@ def test_restores_every_generator_exactly() -> None:
     assert [draw() for _ in range(5)] == first
     restore_rng(state)  # a state is not used up
     assert [draw() for _ in range(5)] == first
-
-
-def test_restores_the_spare_normal_numbers() -> None:
-    random.gauss(0, 1)
-    np.random.randn()  # each made two numbers and kept one
-    state = capture_rng()
-    expected = random.gauss(0, 1), np.random.randn()
-    random.seed(1)
-    np.random.seed(1)
-    restore_rng(state)
-    assert (random.gauss(0, 1), np.random.randn()) == expected
-
-
-def test_a_state_does_not_change_with_the_generators() -> None:
-    state = capture_rng()
-    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(state)]
-    for _ in range(1000):
-        draw()
-    for a, b in zip(before, leaves(state), strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def test_holds_tensors_and_plain_numbers_only() -> None:
-    random.gauss(0, 1)
-    kinds = {type(leaf) for leaf in leaves(capture_rng())}
-    assert kinds <= {torch.Tensor, int, float, str, type(None)}
 
 
 def test_survives_a_safe_load() -> None:
@@ -105,27 +69,6 @@ def test_preserved_also_when_the_block_raises() -> None:
     assert draw() == expected
 
 
-def test_leaves_alone_what_a_state_does_not_hold() -> None:
-    state = capture_rng()
-    del state['numpy']
-    np.random.seed(3)
-    expected = np.random.RandomState(3).rand()
-    restore_rng(state)
-    assert np.random.rand() == expected
-
-
-def test_another_bit_generator_of_numpy() -> None:
-    was = np.random.get_bit_generator()
-    try:
-        np.random.set_bit_generator(np.random.PCG64(4))
-        state = capture_rng()
-        expected = np.random.rand(3).tolist()
-        restore_rng(state)
-        assert np.random.rand(3).tolist() == expected
-    finally:
-        np.random.set_bit_generator(was)
-
-
 def test_needs_neither_numpys_generator_nor_cuda() -> None:
     code = (
         'import sys; from learnkit.core.random import capture_rng, restore_rng; import torch; state = capture_rng(); '
@@ -143,16 +86,6 @@ def test_restores_cuda_devices() -> None:
     assert len(state['cuda']) == torch.cuda.device_count()
     restore_rng(state)
     assert torch.equal(torch.rand(3, device='cuda'), expected)
-
-
-def test_a_cuda_state_from_elsewhere_does_no_harm() -> None:
-    state = capture_rng()
-    if torch.cuda.is_available():
-        pytest.skip('about machines without a GPU')
-    state['cuda'] = (torch.zeros(16, dtype=torch.uint8),)
-    expected = draw()
-    restore_rng(state)
-    assert draw() == expected and not torch.cuda.is_initialized()
 
 
 # ----------------------------------------------------------------------- the generators of a loader
@@ -236,7 +169,7 @@ def test_own_generators_are_restored_exactly_after_a_safe_load() -> None:
     assert draw_own(anew) == expected
 
 
-@pytest.mark.parametrize('bits', ['PCG64', 'PCG64DXSM', 'MT19937', 'Philox', 'SFC64'])
+@pytest.mark.parametrize('bits', ['PCG64', 'MT19937'])
 def test_every_bit_generator_of_numpy(bits: str) -> None:
     file = io.BytesIO()
     owner = Augment()
@@ -294,25 +227,9 @@ def grow(rng: random.Random, depth: int) -> Any:
     return rng.choice([list, tuple, lambda p: dict(enumerate(p)), lambda p: Node(*p)])(parts)
 
 
-@pytest.mark.parametrize('seed', range(20))
+@pytest.mark.parametrize('seed', range(5))
 def test_every_generator_that_pickle_reaches_is_found(seed: int) -> None:
     root = Node(grow(random.Random(seed), 3 + seed))
     pickler = Collecting()
     pickler.dump(root)
     assert {id(g) for g in own_generators(root).values()} == pickler.found
-
-
-def test_own_generators_are_preserved_also_when_the_block_raises() -> None:
-    dl = many_generators()
-    with pytest.raises(KeyError), preserved_generators(dl):
-        first = draw_own(dl)
-        raise KeyError
-    assert draw_own(dl) == first
-
-
-def test_states_are_compared() -> None:
-    state, cuda = capture_rng(), {'cuda': (torch.zeros(2),)}
-    assert are_equal(state, capture_rng()) and are_equal(cuda, {'cuda': (torch.zeros(2),)})
-    assert not are_equal(cuda, {'cuda': (torch.ones(2),)}) and not are_equal(cuda, state)
-    np.random.rand()
-    assert not are_equal(state, capture_rng())

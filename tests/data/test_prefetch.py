@@ -94,36 +94,6 @@ class Drawn(DataLoader[Any]):
 ROWS = torch.arange(6)
 
 
-@pytest.mark.parametrize(
-    ('dl', 'early'),
-    [
-        ([1, 2], True),
-        ((1, 2), True),
-        (TensorLoader(ROWS, bs=2), True),
-        (DataLoader(ROWS, num_workers=1), True),
-        (DataLoader(ROWS), False),  # this process fetches, and may draw random numbers for it
-        (Drawn(ROWS, num_workers=1), False),
-        (type('Other', (), {'__iter__': lambda self: iter([1])})(), False),
-    ],
-)
-def test_where_a_position_is_kept_nothing_is_drawn_too_early(
-    dl: Any, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = Log()
-    log.install(monkeypatch)
-    drawn: list[str] = []
-
-    def begin() -> Iterator[Any]:
-        for i in range(2):
-            drawn.append(f'batch {i}')
-            yield torch.full((2,), i)
-
-    batches = read_ahead(dl, CUDA, begin)
-    assert len(drawn) == early
-    assert [int(b[0]) for b in batches] == [0, 1]
-    assert ('copy' in log) == early
-
-
 def test_a_position_is_after_the_batches_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
     Log().install(monkeypatch)
 

@@ -24,17 +24,6 @@ class Graphs:
         return type(self)([g.to(device) for g in self.graphs])
 
 
-class CutGraphs(Graphs):
-    "A batch of graphs that can be split."
-
-    def to_data_list(self) -> list[Tensor]:
-        return self.graphs
-
-    @classmethod
-    def from_data_list(cls, graphs: list[Tensor]) -> CutGraphs:
-        return cls(graphs)
-
-
 class Detector(nn.Module):
     "Predicts boxes [k, 4] for each image [C, H, W] of a list; k depends on the image's mean."
 

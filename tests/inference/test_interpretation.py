@@ -99,13 +99,6 @@ def test_two_classes_of_a_single_score(
     torch.testing.assert_close(interp.losses, expected)
 
 
-def test_the_representation_has_the_number_of_samples_and_the_mean_loss() -> None:
-    x, y = scores()
-    loss = F.cross_entropy(x, y)
-    text = f'ClassificationInterpretation({N} samples, mean loss {float(loss):.4g})'
-    assert repr(interpret(x, y, nn.CrossEntropyLoss())) == text
-
-
 def test_a_user_activation_gives_probabilities() -> None:
     x, y = torch.randn(N), torch.randint(2, (N,)).float()
     interp = interpret(x, y, nn.BCEWithLogitsLoss(), act=torch.sigmoid)
@@ -164,14 +157,6 @@ def test_a_class_without_samples_and_one_that_only_a_name_has() -> None:
         (1, 2): '0',
         (1, 3): '0',
     }
-
-
-def test_the_names_of_classes_match_fastais_names() -> None:
-    x, y = scores()
-    assert interpret(
-        x, y, nn.CrossEntropyLoss(), vocab=[['the', 'words'], ['a', 'b', 'c', 'd']]
-    ).vocab == [*'abcd']
-    assert interpret(x, y, nn.CrossEntropyLoss(), vocab=('a', 'b', 'c', 'd')).vocab == (*'abcd',)
 
 
 def test_most_confused() -> None:
@@ -261,26 +246,6 @@ def test_a_mask_selects_samples() -> None:
         assert torch.equal(interp[selection][2], y[mask])
     with pytest.raises(OptionError, match=f'mask of 3 entries: there are {N}'):
         interp[[True, False, True]]
-
-
-def test_several_inputs_and_a_regression() -> None:
-    class Sum(Own):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.a * (a + b)
-
-    a, b, y = torch.randn(3, N, 1)
-    dls = DataLoaders.from_tensors((a, b, y), (a, b, y), bs=4)
-    interp = Interpretation.from_learner(Learner(dls, Sum(), nn.MSELoss()))
-    torch.testing.assert_close(interp.losses, (a + b - y).square()[:, 0])
-    (a3, b3), preds, *_ = interp[3]
-    assert torch.equal(a3 + b3, preds)
-    table = interp.plot_top_losses(2)
-    idxs = interp.top_losses(2)[1].tolist()
-    assert table.columns['x1'] == a[idxs, 0].tolist()
-    assert table.columns['target'] == y[idxs, 0].tolist()
-    assert table.columns['loss'] == interp.losses[idxs].tolist() and table.wrong == []
-    with pytest.raises(OptionError, match='a regression has no confusion matrix'):
-        ClassificationInterpretation.from_learner(interp.learn)
 
 
 def test_images_with_the_largest_losses_have_titles_and_frames() -> None:

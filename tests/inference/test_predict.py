@@ -18,7 +18,6 @@ from learnkit import (
     Learner,
     LoaderError,
     TensorLoader,
-    accuracy,
     mae,
 )
 from learnkit.core.errors import BatchError
@@ -58,17 +57,6 @@ def test_validate_returns_loss_and_metrics_over_all_samples(
     expected = [F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()]
     assert list(res) == pytest.approx(expected, rel=1e-5)
     assert capsys.readouterr().out == '' and learn.history == []
-
-
-def test_validate_on_another_loader_or_the_training_one(xy: Any) -> None:
-    x, y = xy
-    learn = learner(TensorLoader(x, y, bs=4), metrics=[mae])
-
-    def of(x: Tensor, y: Tensor) -> list[float]:
-        return [F.mse_loss(learn.model(x), y).item(), F.l1_loss(learn.model(x), y).item()]
-
-    assert list(learn.validate(0)) == pytest.approx(of(*learn.dls.one_batch()), rel=1e-5)
-    assert list(learn.validate(dl=[(x[:5], y[:5])])) == pytest.approx(of(x[:5], y[:5]), rel=1e-5)
 
 
 def test_validate_gives_every_named_loaders_values(xy: Any) -> None:
@@ -139,14 +127,6 @@ def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> N
         assert not preds.requires_grad and preds.device.type == 'cpu'
 
 
-def test_predictions_of_the_training_set(xy: Any) -> None:
-    x, y = xy
-    dls = DataLoaders.from_tensors((x, y), bs=4, drop_last=True)
-    learn = Learner(dls, nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
-    preds, targs = learn.get_preds(ds_idx=0)
-    assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
-
-
 def test_not_reordered_it_goes_by_the_loader(xy: Any) -> None:
     learn = learner(TensorLoader(*xy, bs=4, shuffle=True, drop_last=True, seed=3))
     preds, targs = learn.get_preds(reorder=False)
@@ -176,13 +156,6 @@ def test_with_loss_gives_one_number_a_sample(loss: Any, xy: Any) -> None:
     )
     assert losses.shape == (N,) and torch.allclose(losses, each, atol=1e-6)
     assert learn.loss_func is loss and getattr(loss, 'reduction', 'mean') == 'mean'
-
-
-def test_with_loss_of_classes(xy: Any) -> None:
-    x, y = xy[0], torch.randint(2, (N,))
-    learn = learner(TensorLoader(x, y, bs=4), loss=nn.CrossEntropyLoss(), metrics=accuracy)
-    preds, targs, losses = learn.get_preds(with_loss=True)
-    assert torch.allclose(losses, -preds.log()[torch.arange(N), targs], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -245,17 +218,6 @@ def test_several_inputs_and_targets(xy: Any) -> None:
     assert torch.allclose(preds[1], learn.model.lin(b), atol=1e-6)
 
 
-def test_by_default_all_but_the_last_are_inputs(xy: Any) -> None:
-    class Sum(nn.Linear):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return super().forward(a + b)
-
-    a, b = torch.randn(N, 3), torch.randn(N, 3)
-    learn = learner(TensorLoader(a, b, xy[1], bs=4), Sum(3, 2))
-    preds, targs = learn.get_preds()
-    assert torch.allclose(preds, learn.model(a, b), atol=1e-6) and torch.equal(targs, xy[1])
-
-
 def test_no_targets_give_none(xy: Any) -> None:
     x, _ = xy
     learn = learner(TensorLoader(x, bs=4))
@@ -283,20 +245,6 @@ def test_an_activation_is_applied(xy: Any) -> None:
     assert torch.equal(targs, y)
     assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], raw.sigmoid(), atol=1e-6)
     assert torch.allclose(learn.get_preds(act=lambda o: o)[0], raw, atol=1e-6)
-
-
-def test_losses_come_after_decoded_predictions(xy: Any) -> None:
-    class Loss(nn.CrossEntropyLoss):
-        def decodes(self, out: Tensor) -> Tensor:
-            return out.argmax(-1)
-
-    learn = learner(TensorLoader(xy[0], torch.randint(2, (N,)), bs=4), loss=Loss())
-    inputs, preds, targs, decoded, losses = learn.get_preds(
-        with_input=True, with_decoded=True, with_loss=True
-    )
-    assert torch.equal(decoded, preds.argmax(-1))
-    assert losses.is_floating_point()
-    assert len(inputs) == len(targs) == N
 
 
 def test_batches_of_dicts(xy: Any) -> None:

@@ -26,8 +26,7 @@ from torch.utils.data import (
 )
 
 from learnkit import Callback, DataLoaders, Learner, TensorLoader
-from learnkit.core.errors import BatchError, EmptyLoaderError, OptionError
-from learnkit.inference.gather import GatherPredsCallback
+from learnkit.core.errors import BatchError, OptionError
 from learnkit.testing import synth_learner
 from tests.helpers.fresh import output_of
 
@@ -182,20 +181,6 @@ def test_saved_targets_do_not_drag_the_data_set_along(tmp_path: Path) -> None:
     assert (tmp_path / '7').stat().st_size < 2500
 
 
-def test_part_of_a_large_output_holds_no_more_than_itself() -> None:
-    class Last(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, None].repeat(1, 100, 1)[:, -1]
-
-    learn, held = make([(X[:8], Y[:8]), (X[8:], Y[8:])], Last()), []
-
-    def look(cb: Any) -> None:
-        held.extend(p.untyped_storage().nbytes() for p in cb.learn.gather_preds.preds)
-
-    preds, _ = learn.get_preds(cbs=Callback(after_batch=look, before_batch=look))
-    assert torch.equal(preds, X) and held and max(held) == 8 * 2 * 4
-
-
 def test_joined_along_another_dimension_and_parts_left_out() -> None:
     learn = make([(X[:4], Y[:4]), (X[4:8], Y[4:8])])
     preds = learn.get_preds(concat_dim=-1)[0]
@@ -221,22 +206,6 @@ def test_the_activation_of_a_loss_that_has_no_reduction_is_applied() -> None:
     assert torch.allclose(losses, -preds.log()[range(N), Y % 3], atol=1e-4)
     (batch,) = learn.predict_iter(with_decoded=True, with_loss=True)
     assert all(map(torch.equal, batch, (preds, Y, decoded, losses)))
-
-
-def test_gathering_through_a_whole_fit_keeps_the_last_validation() -> None:
-    cb = GatherPredsCallback(with_input=True)
-    learn = make(DataLoader(DATA, 4))
-    learn.logger = lambda row: None
-    learn.add_cb(cb)
-    learn.fit(2)
-    assert torch.equal(cb.inputs, X)
-    assert torch.equal(cb.preds, learn.get_preds()[0])
-    assert torch.equal(cb.targets, Y)
-
-
-def test_an_empty_loader_raises() -> None:
-    with pytest.raises(EmptyLoaderError, match='no batch'):
-        make([(X, Y)]).get_preds(dl=iter([]))
 
 
 # sinks
@@ -313,18 +282,6 @@ def test_an_interrupted_sink_is_usable_and_not_taken_for_complete(tmp_path: Path
     assert sorted(os.listdir(tmp_path)) == ['preds', 'preds.npy']
     assert len(np.load(file)) == N == 1 + 12
     assert len(os.listdir(folder)) == 4
-
-
-def test_a_file_can_be_read_while_it_grows(tmp_path: Path) -> None:
-    learn, sizes = make(DataLoader(DATA, 1)), []
-
-    def look(cb: Any) -> None:
-        if cb.iter:
-            sizes.append(len(np.load(tmp_path / 'p.npy.part', mmap_mode='r')))
-
-    learn.get_preds(sink=tmp_path / 'p.npy', cbs=Callback(before_batch=look))
-    # 9 to 10: the header has room
-    assert sizes == list(range(1, N)) and len(np.load(tmp_path / 'p.npy')) == N
 
 
 def test_sinks_that_cannot_be_are_refused_before_anything_happens(tmp_path: Path) -> None:

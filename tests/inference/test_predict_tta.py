@@ -86,16 +86,6 @@ def test_each_time_draws_other_numbers_and_all_generators_are_restored() -> None
     assert states() == before and learn.model.training and learn.run.depth == 0
 
 
-def test_several_inputs() -> None:
-    class Sum(nn.Linear):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return super().forward(a + b)
-
-    learn = Learner(([(X, X, Y)], [(X, X, Y)]), Sum(2, 3), default_cbs=False)
-    preds, _ = learn.tta(n=1, beta=0.0, augment=lambda a, b: (a, b + 1))
-    assert torch.allclose(preds, learn.model(X, X + 1), atol=1e-6)
-
-
 class Augmented(TensorDataset):
     "Adds 1 to inputs while it acts as the training set, like a data set of fastai."
 
@@ -143,24 +133,3 @@ def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:
     weighted = DataLoader(dataset, 4, sampler=WeightedRandomSampler(torch.ones(13), 13))
     with pytest.raises(LoaderError, match='other samples'):
         make().tta(dl=weighted, augment=abs)
-
-
-def test_targets_with_nan_are_equal_each_time() -> None:
-    y = torch.where(Y % 2 == 0, torch.nan, 1.0)
-    learn = Learner(([(X, y)], [(X, y)]), nn.Linear(2, 1), default_cbs=False)
-    _, targs = learn.tta(n=1, augment=abs)
-    assert torch.equal(targs.isnan(), y.isnan())
-
-
-def test_an_error_in_the_augmentation_comes_out() -> None:
-    learn = make()
-
-    def fail(x: Tensor) -> Tensor:
-        raise OSError('gone')
-
-    state = torch.get_rng_state()
-    with pytest.raises(OSError, match='gone'):
-        learn.tta(augment=fail)
-    assert (
-        torch.equal(state, torch.get_rng_state()) and learn.model.training and len(learn.cbs) == 2
-    )

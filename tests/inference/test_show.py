@@ -62,15 +62,6 @@ def test_bytes_and_floats_in_color(last: bool) -> None:
     assert axs.figure.get_size_inches().tolist() == [4, 2]
 
 
-def test_pixels_beyond_0_and_1_are_stretched_alike() -> None:
-    x = torch.tensor([[[-1.0, 0.0], [1.0, 3.0]], [[0.0, 0.0], [0.0, torch.nan]]])
-    assert as_pictures(x)[:, 0].tolist() == [[[0, 0.25], [0.5, 1]], [[0.25, 0.25], [0.25, 0]]]
-    digits = torch.tensor([[[0.0, 16.0], [8.0, 4.0]]])
-    assert as_pictures(digits)[0, 0].tolist() == [[0, 1], [0.5, 0.25]]
-    assert torch.equal(as_pictures(digits / 32), digits[None] / 32)
-    assert as_pictures(torch.zeros(1, 5, 2, 2)).shape == (1, 1, 2, 2)  # of five channels the mean
-
-
 def test_masks_are_laid_over_their_images() -> None:
     pytest.importorskip('matplotlib')
     x, mask = torch.rand(4, 3, 6, 5), torch.randint(3, (4, 6, 5))
@@ -78,20 +69,6 @@ def test_masks_are_laid_over_their_images() -> None:
     assert np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
     assert axs[2].images[1].get_alpha() == 0.5
     assert {ax.images[1].get_clim() for ax in axs} == {(0, 2)} and titles(axs) == [''] * 4
-
-
-def test_other_targets_are_titles_too() -> None:
-    pytest.importorskip('matplotlib')
-    x = torch.rand(3, 1, 4, 4)
-    assert titles(loaders(x, torch.tensor([0.5, 2, 1e-7])).show_batch()) == ['0.5', '2', '1e-07']
-    labels = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]])
-    assert titles(loaders(x, labels, [*'abc']).show_batch()) == ['a, c', 'none', 'b']
-    train = [(x, torch.tensor([1, 0, 1]), torch.tensor([[0.5, 2], [1, 1], [3, 4]]))]
-    two = DataLoaders(train, n_inp=1)
-    assert titles(two.show_batch()) == ['1, 0.5, 2', '0, 1, 1', '1, 3, 4']
-    found = titles(DataLoaders([{'image': x, 'labels': torch.tensor([2, 1, 0])}]).show_batch())
-    assert found == ['2', '1', '0']
-    assert titles(DataLoaders([(x,)]).show_batch()) == [''] * 3
 
 
 # ------------------------------------------------------------------------------- show_batch: tables
@@ -260,17 +237,6 @@ def test_training_continues_as_without_a_display(kind: str, when: str) -> None:
     assert (
         torch.equal(a, b) and are_equal(before[0], after[0]) and repr(before[1]) == repr(after[1])
     )
-
-
-def test_persistent_workers_continue_with_their_epoch() -> None:
-    dataset = [(torch.tensor([float(i)]), 0) for i in range(6)]
-    dl = DataLoader(dataset, batch_size=1, num_workers=1, persistent_workers=True)
-    dls, seen = DataLoaders(dl), []
-    for x, _ in dl:
-        seen.append(x.item())
-        if len(seen) == 2:
-            assert dls.show_batch().columns['x'] == [0]
-    assert seen == [0, 1, 2, 3, 4, 5]
 
 
 # ------------------------------------------------------------------------------------- show_results

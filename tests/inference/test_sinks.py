@@ -184,12 +184,3 @@ def test_what_one_process_cannot_complete_is_reported_by_all(tmp_path: Path) -> 
     assert answers[0][0] == 'NotADirectoryError', answers
     assert answers[1][0] == 'DistributedError'
     assert 'Process 0 of 2 has failed: ' in answers[1][1]
-
-
-def test_a_npy_file_that_begins_with_an_empty_batch(tmp_path: Path) -> None:
-    learn = make()
-    batches = [(torch.zeros(n, 2), torch.zeros(n, 3)) for n in (0, 3, 2)]
-    learn.get_preds(dl=batches, sink=tmp_path / 'preds.npy')
-    rows = np.load(tmp_path / 'preds.npy')
-    expected = learn.model(torch.zeros(5, 2)).detach().numpy()
-    assert rows.shape == (5, 3) and np.allclose(rows, expected)
