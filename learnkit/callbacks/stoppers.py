@@ -72,19 +72,12 @@ class FixedStopper(Callback):
     def after_train(self) -> None:
         "Check epochs and iterations including this one, so that its evaluation counts as the last."
         now = self.learn.time
-        then = now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration(self.learn))
+        n_epochs = now.ep + self.learn.counters.has_trained
+        then = now.replace(ep=n_epochs, iter=now.iter + ends_iteration(self.learn))
         if self.at.unit in ('ep', 'iter') and then >= self.at:
             self.learn.run.stopping = True
 
-    def after_epoch(self) -> None:
-        "Check the epochs, also after training of this one was cancelled."
-        if self.at.unit == 'ep' and self._is_over():
-            self.learn.run.stopping = True
-
-    def after_iteration(self) -> None:
-        "Check the iterations."
-        if self.at.unit == 'iter' and self._is_over():
-            self.learn.run.stopping = True
+    after_cancel_epoch = after_train
 
     def _is_over(self) -> bool:
         return self.learn.time >= self.at
