@@ -58,8 +58,6 @@ __all__ = [
     'records',
 ]
 
-TRAIN_LOSSES = ('mean', 'smooth')
-
 
 class _EvalLoss(AvgLoss):
     "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
@@ -104,11 +102,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         beta: float = 0.98,  # smoothing factor of the training loss
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
-        if train_loss not in TRAIN_LOSSES:
-            raise OptionError(
-                f"Recorder: train_loss={train_loss!r}: give 'mean' or 'smooth'."
-                f'{did_you_mean(str(train_loss), TRAIN_LOSSES)}'
-            )
+        if train_loss not in ('mean', 'smooth'):
+            raise OptionError(f'Recorder: train_loss={train_loss!r}: give `mean` or `smooth`.')
         self.train_loss = train_loss
         self.add_time = add_time
         self.train_metrics = train_metrics
@@ -427,11 +422,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _merge_logged(self, seconds: float) -> float:
         "Merge the logged values of all ranks, and return the seconds of the first rank."
         current = self.epoch_metrics
-        local = {
-            'frame': current.state_dict(),
-            'logged': self._logged,
-            'seconds': seconds,
-        }
+        local = {'frame': current.state_dict(), 'logged': self._logged, 'seconds': seconds}
         states = gather_on_host(self.learn.world, local, 'logged values')
         current.merge_logged([sd['frame'] for sd in states])
         self._logged = {name: shown for sd in states for name, shown in sd['logged'].items()}
