@@ -654,8 +654,8 @@ def find_column(cb: Any, monitor: str) -> int:
     if monitor in names:
         return names.index(monitor)
     hint = did_you_mean(monitor, names) or (
-        ' Nothing is evaluated without validation data. For what `learn.log` averages, give a function: '
-        "`monitor=lambda learn: learn.history[-1]['...']`."
+        ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`. For what `learn.log` '
+        "averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
     )
     raise MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '

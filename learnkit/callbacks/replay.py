@@ -148,7 +148,8 @@ def replay(
     drawn = source._drawn[max(source._drawn) if failed is None else failed]
     if learn.logger is not noop:
         at = drawn.state
-        samples = f', samples {format_few(source._indices)}' if source._indices else ''
+        few = format_few(source._indices) if source._indices else ''
+        samples = f', samples {few} of the data set' if few else ''
         print(f'Repeating batch {at["iter"]} of epoch {at["epoch"]} ({at["dl_name"]}){samples}.')
     with (
         deferred_interrupts() as deferred,
