@@ -69,13 +69,12 @@ class BestMetric(TrackerCallback):
             raise OptionError(f'targets={targets!r}: give columns, or patterns such as "test/*".')
         self.at_best = {}
         self.best_at = None
-        self._names: tuple[str, ...] = ()  # recorded columns
 
     @override
     def before_fit(self) -> None:
         "Find the columns."
         super().before_fit()
-        self._names = self._match_columns()
+        self._match_columns()
         if self.reset_on_fit:
             self.at_best = {}
             self.best_at = None
@@ -107,13 +106,12 @@ class BestMetric(TrackerCallback):
         value = self._as_number(measured.get(self.monitor))
         if value is None:
             return
-        # a metric that returns a dict may have added columns
-        self._names = self._match_columns()
         self.new_best = self._is_better(value)
         if self.new_best:
             self.best = value
             self.best_at = self.learn.time.replace(dur=None)
-            self.at_best = {name: self._as_number(measured.get(name)) for name in self._names}
+            columns = self._match_columns()  # a metric that returns a dict may have added some
+            self.at_best = {name: self._as_number(measured.get(name)) for name in columns}
         for name, at_best in self.at_best.items():
             if at_best is not None:
                 # replaces this epoch's earlier value, without the prefix of a loader

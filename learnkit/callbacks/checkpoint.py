@@ -323,8 +323,7 @@ class Checkpoint(Callback):
         """
         if not checkpoint_point(self.learn):
             raise CheckpointError(
-                'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
-                'of a fit: a run cannot be resumed from other places.'
+                'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint only.'
             )
         self.learn.world.run_on_all(self._wait)
         state, path, info = self._take_snapshot(checkpoint_point(self.learn))

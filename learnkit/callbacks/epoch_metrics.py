@@ -239,6 +239,5 @@ def load_metrics(
         except MetricError as e:
             m.reset()
             warn_user(
-                f'`{m.name}` ({e}): its training value of this epoch counts the batches after the resume '
-                'only.'
+                f'`{m.name}` ({e}): its training value counts the batches after the resume only.'
             )

@@ -35,7 +35,6 @@ from learnkit.core.errors import (
     ModelError,
     OptionError,
     WeightsError,
-    did_you_mean,
 )
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.model import bare_model, preserved_modes
@@ -85,8 +84,7 @@ class LoadWeights(Callback):
         self.at = canonical_event(at, where='LoadWeights')
         if self.at not in FIT_EVENTS:
             raise OptionError(
-                f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
-                "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`."
+                f"LoadWeights(at={at!r}): give an event of a fit, from 'before_fit' to 'after_fit'."
             )
         self.with_opt = with_opt
         self.strict = strict
@@ -149,12 +147,8 @@ class ExportForInference(Callback):
         sample: Any = None,  # example inputs; None: inputs of the first batch of the data
     ) -> None:
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
-        for f in self.formats or (None,):
-            if f not in FORMATS:
-                raise OptionError(
-                    f'formats={formats!r}: give one or more of {tuple(FORMATS)}.'
-                    f'{did_you_mean(str(f), FORMATS)}'
-                )
+        if not self.formats or not FORMATS.keys() >= set(self.formats):
+            raise OptionError(f'formats={formats!r}: give one or more of {tuple(FORMATS)}.')
         resolve_path(fname, Path(), suffix='')
         self.fname = fname
         self.act = act
@@ -167,9 +161,8 @@ class ExportForInference(Callback):
         learn = self.learn
         if mesh_of(learn.model) is not None:
             raise DistributedError(
-                "ExportForInference: with strategy 'fsdp' every process has a part of the model. "
-                'Leave it out, and call `learn.export(...)` once `learn.distributed(...)` has '
-                "ended; or use strategy 'ddp'."
+                "ExportForInference: with strategy 'fsdp' every process has a part of the model. Call "
+                '`learn.export(...)` once `learn.distributed(...)` has ended.'
             )
         if not learn.world.is_first:
             return

@@ -124,7 +124,13 @@ class LossGraph:
 
             self.fig = Figure(figsize=(6, 3.2), layout='constrained')
             self.ax = self.fig.add_subplot()
-        draw_losses(self.ax, thin_losses(losses), valid)
+        ax = self.ax
+        ax.clear()
+        ax.plot(*zip(*thin_losses(losses), strict=True), color=color(0), label='train')
+        for i, (name, points) in enumerate(valid.items(), 1):
+            ax.plot(*zip(*points, strict=True), 'o-', markersize=3, color=color(i), label=name)
+        ax.set(xlabel='step', ylabel='loss')
+        ax.legend(loc='upper right')
         image = encode_figure(self.fig)
         self.area.show({'image/png': image, 'text/plain': describe_losses(losses, valid)})
 
@@ -148,18 +154,6 @@ class MasterBar:
         (_, losses), (steps, valid_losses) = graphs
         points = [[float(x), float(y)] for x, y in zip(steps, valid_losses, strict=True)]
         self.graph.draw([float(loss) for loss in losses], {'valid': points})
-
-
-def draw_losses(ax: Any, points: Points, valid: dict[str, Points]) -> None:
-    "Clear the axes and draw the losses."
-    ax.clear()
-    steps = [step for step, _ in points]
-    losses = [loss for _, loss in points]
-    ax.plot(steps, losses, color=color(0), label='train')
-    for i, (name, valid_points) in enumerate(valid.items(), 1):
-        ax.plot(*zip(*valid_points, strict=True), 'o-', markersize=3, color=color(i), label=name)
-    ax.set(xlabel='step', ylabel='loss')
-    ax.legend(loc='upper right')
 
 
 def thin_losses(losses: list[float]) -> Points:

@@ -319,8 +319,7 @@ def _count_channels(m: nn.Module) -> int:
         if isinstance(layer, nn.Conv2d):
             return layer.in_channels
     raise ModelError(
-        f'{type(m).__name__} has no 2-d convolution that determines the channels of its input: pass '
-        'an example, `inputs=x`.'
+        f'{type(m).__name__} has no 2-d convolution: pass an example of its input, `inputs=x`.'
     )
 
 

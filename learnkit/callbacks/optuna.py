@@ -71,7 +71,7 @@ class OptunaPruning(Callback):
         if better in ('lower', 'higher') and better != wanted:
             raise OptionError(
                 f'OptunaPruning(monitor={self.monitor!r}): {better} is better, and the study is to '
-                f'{study.direction.name.lower()} its value. `optuna.create_study(direction=...)` sets the direction.'
+                f'{study.direction.name.lower()} it: give `optuna.create_study(direction=...)`.'
             )
 
     def before_fit(self) -> None:

@@ -31,7 +31,7 @@ class Plots:
     hps: Any
     history: Any
     metric_names: L
-    _hidden_names: set[str]
+    is_shown: Callable[[str], bool]
     _valid_name: Callable[[Metric, str], str]
 
     def plot_loss(
@@ -84,7 +84,6 @@ class Plots:
     def plot_metrics(
         self,
         names: Any = None,  # names of metrics ('accuracy') or columns; None: all printed columns
-        ax: Any = None,  # matplotlib axes for all metrics; None: a panel for each metric
         figsize: tuple[float, float] | None = None,  # size of a new figure in inches
     ) -> Any:
         """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
@@ -102,14 +101,6 @@ class Plots:
         panels = self._make_panels(names)
         pairs = enumerate(pairwise(self.history), 1)
         starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
-        if ax is not None:
-            lines = {}
-            for metric, metric_lines in panels.items():
-                for source, points in metric_lines.items():
-                    label = f'{source} {metric}' if len(metric_lines) > 1 else metric
-                    lines[label] = points
-            draw_epochs(ax, starts, lines)
-            return ax
         cols = min(len(panels), 3)
         rows = ceil(len(panels) / cols)
         axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))
@@ -131,7 +122,7 @@ class Plots:
                 continue
             metric, source = _split_column(column, loader_names)
             known |= {column, metric}
-            is_default = names is None and column not in self._hidden_names
+            is_default = names is None and self.is_shown(column)
             if is_default or {column, metric} & requested:
                 panels.setdefault(metric, {})[source] = points
         if not known:

@@ -58,8 +58,6 @@ __all__ = [
     'records',
 ]
 
-TRAIN_LOSSES = ('mean', 'smooth')
-
 
 class _EvalLoss(AvgLoss):
     "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
@@ -104,11 +102,8 @@ class Recorder(Plots, Callback):
         beta: float = 0.98,  # smoothing factor of the training loss
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
-        if train_loss not in TRAIN_LOSSES:
-            raise OptionError(
-                f"Recorder: train_loss={train_loss!r}: give 'mean' or 'smooth'."
-                f'{did_you_mean(str(train_loss), TRAIN_LOSSES)}'
-            )
+        if train_loss not in ('mean', 'smooth'):
+            raise OptionError(f'Recorder: train_loss={train_loss!r}: give `mean` or `smooth`.')
         self.train_loss = train_loss
         self.add_time = add_time
         self.train_metrics = train_metrics
@@ -124,8 +119,7 @@ class Recorder(Plots, Callback):
         # measurements by depth of the run: 1 is the outermost
         self._metrics_by_depth = {1: EpochMetrics()}
         self._metric_columns = MetricColumns()
-        self._logged_names: list[str] = []
-        self._hidden_names: set[str] = set()  # logged names that are not printed
+        self._logged: dict[str, bool] = {}  # logged names, with True for those that are printed
         self.log = L()  # row of the epoch so far
         self._n_before = 0  # number of steps before the current epoch
         self._is_epoch_open = False  # True from the start of an epoch's training to its end
@@ -153,8 +147,7 @@ class Recorder(Plots, Callback):
             return
         self.n_fits += 1
         self._late_values = None
-        self._logged_names = []
-        self._hidden_names = set()
+        self._logged = {}
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
         self._clear_steps()
         if learn.metrics or contains_activation(learn.loss_func):
@@ -335,7 +328,7 @@ class Recorder(Plots, Callback):
         current = self.epoch_metrics
         late = self._late_values if self._has_row() else None
         logged = current.logged if late is None else late
-        if name not in logged and name not in self._logged_names and name in self.list_columns():
+        if name not in logged and name not in self._logged and name in self.list_columns():
             raise MetricError(
                 f'learn.log({name!r}): a metric has this name. Give the value another.'
             )
@@ -348,10 +341,8 @@ class Recorder(Plots, Callback):
         mean.add(value, 1 if weight is None else weight)
         if late is not None:
             self.history[-1][name] = mean.value
-        if self.learn.fitting and name not in self._logged_names:
-            self._logged_names.append(name)
-            if not shown or late is not None:
-                self._hidden_names.add(name)
+        if self.learn.fitting:
+            self._logged.setdefault(name, shown and late is None)
 
     def _has_row(self) -> bool:
         "Return True if the row of the current epoch exists."
@@ -387,9 +378,7 @@ class Recorder(Plots, Callback):
         if not values:
             return  # the epoch was skipped
         names = self.list_columns()[1:]
-        learn.final_record = L(
-            values[n] for n in names if n in values and n not in self._hidden_names
-        )
+        learn.final_record = L(values[n] for n in names if n in values and self.is_shown(n))
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
         columns = {name: values.get(name) for name in names}
@@ -397,7 +386,7 @@ class Recorder(Plots, Callback):
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
         self._late_values = {}
-        shown = (v for name, v in columns.items() if name not in self._hidden_names)
+        shown = (v for name, v in columns.items() if self.is_shown(name))
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
 
@@ -433,16 +422,10 @@ class Recorder(Plots, Callback):
     def _merge_logged(self, seconds: float) -> float:
         "Merge the logged values of all ranks, and return the seconds of the first rank."
         current = self.epoch_metrics
-        local = {
-            'frame': current.state_dict(),
-            'names': self._logged_names,
-            'unshown': self._hidden_names,
-            'seconds': seconds,
-        }
+        local = {'frame': current.state_dict(), 'logged': self._logged, 'seconds': seconds}
         states = gather_on_host(self.learn.world, local, 'logged values')
         current.merge_logged([sd['frame'] for sd in states])
-        self._logged_names = list(dict.fromkeys(name for sd in states for name in sd['names']))
-        self._hidden_names = set().union(*(sd['unshown'] for sd in states))
+        self._logged = {name: shown for sd in states for name, shown in sd['logged'].items()}
         return float(states[0]['seconds'])
 
     def cleanup(self) -> None:
@@ -462,7 +445,7 @@ class Recorder(Plots, Callback):
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        names = [name for name in self.list_columns() if name not in self._hidden_names]
+        names = [name for name in self.list_columns() if self.is_shown(name)]
         if self.add_time:
             names.append('time')
         return L(names)
@@ -475,8 +458,12 @@ class Recorder(Plots, Callback):
             for column in self._metric_columns.columns(m.name)
         ]
         train = ['train_loss', *map(self._train_column, train_columns)]
-        names = ['epoch', *train, *self.evaluated_columns(), *self._logged_names]
+        names = ['epoch', *train, *self.evaluated_columns(), *self._logged]
         return list(dict.fromkeys(names))
+
+    def is_shown(self, name: str) -> bool:
+        "Return False for a logged value that is not printed."
+        return self._logged.get(name, True)
 
     def evaluated_columns(self) -> list[str]:
         "Return the columns of evaluations."
@@ -590,8 +577,8 @@ class Recorder(Plots, Callback):
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
             'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
-            'logged_names': list(self._logged_names),
-            'unshown': sorted(self._hidden_names),
+            'logged_names': list(self._logged),
+            'unshown': sorted(name for name in self._logged if not self.is_shown(name)),
             'steps': self._steps.state_dict(),
             'final_record': None if final is None else to_storable(list(final)),
             'open': {
@@ -610,8 +597,7 @@ class Recorder(Plots, Callback):
         self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values = L(map(L, _as_lists(sd['values'])))
         self.iters = L(list(sd['iters']))
-        self._logged_names = list(sd['logged_names'])
-        self._hidden_names = set(sd['unshown'])
+        self._logged = {name: name not in sd['unshown'] for name in sd['logged_names']}
         self._metric_columns = MetricColumns(sd.get('keys'))
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
@@ -668,8 +654,8 @@ def find_column(cb: Any, monitor: str) -> int:
     if monitor in names:
         return names.index(monitor)
     hint = did_you_mean(monitor, names) or (
-        ' Nothing is evaluated without validation data. For what `learn.log` averages, give a function: '
-        "`monitor=lambda learn: learn.history[-1]['...']`."
+        ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`. For what `learn.log` '
+        "averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
     )
     raise MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '

@@ -143,15 +143,13 @@ def replay(
     if learn.run.depth:
         raise FitError('A run is under way. Replay a batch when it is over.')
     if source is None or not source._drawn:
-        raise FitError(
-            'There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
-            'fit again: it keeps the last batch until the next fit.'
-        )
+        raise FitError('There is no batch to repeat. Call `learn.add_cb(Replay())`, and fit again.')
     failed = source._failed_key
     drawn = source._drawn[max(source._drawn) if failed is None else failed]
     if learn.logger is not noop:
         at = drawn.state
-        samples = f', samples {format_few(source._indices)}' if source._indices else ''
+        few = format_few(source._indices) if source._indices else ''
+        samples = f', samples {few} of the data set' if few else ''
         print(f'Repeating batch {at["iter"]} of epoch {at["epoch"]} ({at["dl_name"]}){samples}.')
     with (
         deferred_interrupts() as deferred,

@@ -55,8 +55,8 @@ class RNNCallback(Callback):
             return
         if not isinstance(pred, (tuple, list)) or len(pred) != 3:
             raise ModelError(
-                f'RNNCallback: {type(self.learn.model).__name__} returned {describe(pred)}, not (output, '
-                'raw outputs, outputs). Leave the callback out, or return these three.'
+                f'RNNCallback: {type(self.learn.model).__name__} returned {describe(pred)}, not (output, raw '
+                'outputs, outputs).'
             )
         self.learn.pred, self.raw_out, self.out = (
             o[-1] if isinstance(o, (tuple, list)) else o for o in pred
@@ -98,8 +98,7 @@ class RNNRegularizer(Callback):
         has_outputs = any(isinstance(cb, RNNCallback) for cb in self.learn.cbs)
         if (self.alpha or self.beta) and not has_outputs:
             raise OptionError(
-                'RNNRegularizer needs the outputs that RNNCallback keeps: add both, with '
-                '`cbs=rnn_cbs(alpha, beta)`.'
+                'RNNRegularizer needs RNNCallback: add both, with `cbs=rnn_cbs(alpha, beta)`.'
             )
 
     def after_loss(self) -> None:

@@ -17,7 +17,6 @@ __all__ = ['StopRequest', 'in_ipython']
 
 _active_requests: list[StopRequest] = []
 _before: dict[int, Any] = {}  # previous handler of each signal that is handled here now
-_watching_forks = False
 
 
 class StopRequest:
@@ -44,7 +43,6 @@ class StopRequest:
             return
         if not _active_requests and signal.getsignal(signal.SIGTERM) in (signal.SIG_IGN, None):
             return
-        _watch_forks()
         _active_requests.append(self)
         try:
             _handle(signal.SIGTERM, _receive)
@@ -103,16 +101,13 @@ def _restore_handlers() -> None:
     _before.clear()
 
 
-def _watch_forks() -> None:
-    global _watching_forks
-    if not _watching_forks and hasattr(os, 'register_at_fork'):
-        os.register_at_fork(after_in_child=_reset)
-    _watching_forks = True
-
-
 def _reset() -> None:
     _restore_handlers()
     _active_requests.clear()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=_reset)
 
 
 def in_ipython() -> bool:

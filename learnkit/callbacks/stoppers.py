@@ -72,19 +72,12 @@ class FixedStopper(Callback):
     def after_train(self) -> None:
         "Check epochs and iterations including this one, so that its evaluation counts as the last."
         now = self.learn.time
-        then = now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration(self.learn))
+        n_epochs = now.ep + self.learn.counters.has_trained
+        then = now.replace(ep=n_epochs, iter=now.iter + ends_iteration(self.learn))
         if self.at.unit in ('ep', 'iter') and then >= self.at:
             self.learn.run.stopping = True
 
-    def after_epoch(self) -> None:
-        "Check the epochs, also after training of this one was cancelled."
-        if self.at.unit == 'ep' and self._is_over():
-            self.learn.run.stopping = True
-
-    def after_iteration(self) -> None:
-        "Check the iterations."
-        if self.at.unit == 'iter' and self._is_over():
-            self.learn.run.stopping = True
+    after_cancel_epoch = after_train
 
     def _is_over(self) -> bool:
         return self.learn.time >= self.at
@@ -99,8 +92,8 @@ class ThresholdStopper(TrackerCallback):
     stop the fit, nor does NaN.
 
     Raises `OptionError` for a threshold that is not a number and for a metric without a known
-    direction; `MetricError` before training for an unknown column. Checkpointed: `value`, and the
-    state of the tracker.
+    direction; `MetricError` before training for an unknown column. Checkpointed: the state of the
+    tracker.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.02, cbs=ThresholdStopper('valid_loss', 1.))
@@ -154,14 +147,3 @@ class ThresholdStopper(TrackerCallback):
         name = self.monitor if isinstance(self.monitor, str) else 'The monitored value'
         print_line(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
         self.learn.stop()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the last value."
-        return {**super().state_dict(), 'value': self.value}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the last value."
-        super().load_state_dict(sd)
-        self.value = sd['value']

@@ -173,8 +173,7 @@ def check_counted(
     check_countable(learn, time)
     if time.unit == 'iter' and learn.epochs_per_iteration is None:
         raise TimeError(
-            f'{str(time)!r}: this fit has no iterations. Use another unit, or group its epochs: '
-            '`fit(..., iteration=2)`.'
+            f'{str(time)!r}: this fit has no iterations: `fit(..., iteration=2)` groups epochs.'
         )
 
 

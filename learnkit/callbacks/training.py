@@ -285,8 +285,7 @@ class ShortEpochCallback(Callback):
         for name, dl in loaders:
             if epoch_length(dls, dl)[0] is None:
                 raise OptionError(
-                    f'ShortEpochCallback(pct={self.pct}): the {name} loader has no length to take a '
-                    'share of. Give it a `__len__`, or DataLoaders an `n_iter`.'
+                    f'ShortEpochCallback: the {name} loader has no length: give DataLoaders an `n_iter`.'
                 )
 
     def after_batch(self) -> None:

@@ -145,10 +145,7 @@ def epochs(folder: Path) -> list[int]:
         (1, 1, None, [2, 6]),
         (2, 1, 'max', [4, 5, 6]),
         (1, 2, 'min', [2, 3, 6]),
-        (3, 0, None, [4, 5, 6]),
-        (1, 0, None, [6]),
         (None, 0, None, [1, 2, 3, 4, 5, 6]),
-        (1, 9, None, [1, 2, 3, 4, 5, 6]),
     ],
 )
 def test_the_newest_and_best(
@@ -173,18 +170,6 @@ def test_a_function_may_select_the_best(tmp_path: Path) -> None:
     assert found[0].name.endswith('-ep3-ba15.ckpt'), 'the end of epoch 2'
     make(Checkpoint('1ep', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
     assert epochs(tmp_path)[-2:] == [3, 5]
-
-
-def test_what_an_evaluation_within_an_epoch_measures_counts(tmp_path: Path) -> None:
-    def loss(cb: Any) -> None:
-        if not cb.training:
-            cb.learn.loss = torch.tensor(float(abs(cb.learn.time.ba - 6)))
-
-    make(Callback(after_loss=loss), Checkpoint('1ba', tmp_path, keep_last=1), eval_every='3ba').fit(
-        2
-    )
-    assert batches(tmp_path) == [6, 10]
-    assert entries(tmp_path)[1].info['value'] == 0.0
 
 
 def test_without_validation_no_checkpoint_is_best(tmp_path: Path) -> None:
@@ -220,14 +205,12 @@ def test_a_callback_for_a_single_fit(tmp_path: Path) -> None:
     assert epochs(tmp_path / 'checkpoints') == [1, 2] and not hasattr(learn, 'checkpoint')
 
 
-@pytest.mark.parametrize('which', [True, 'latest', 'path', 'folder', 'best', 'name'])
+@pytest.mark.parametrize('which', [True, 'path', 'folder', 'best'])
 def test_ways_to_resume(which: Any, tmp_path: Path) -> None:
     straight = make(losses(1.0, 3.0), Checkpoint('3ba', tmp_path, keep_last=None))
     straight.fit(3)
     end, there = straight.checkpoint_state(), names(tmp_path)
-    resume = {'path': tmp_path / there[1], 'folder': str(tmp_path), 'name': there[2]}.get(
-        which, which
-    )
+    resume = {'path': tmp_path / there[1], 'folder': str(tmp_path)}.get(which, which)
     learn = make(losses(1.0, 3.0), Checkpoint('3ba', tmp_path, keep_last=None))
     torch.manual_seed(99)
     learn.fit(3, resume=resume)

@@ -12,7 +12,6 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights
 from learnkit.core.errors import (
     LearnkitError,
@@ -75,16 +74,6 @@ def test_onnx_computes_the_same_at_any_batch_size(tmp_path: Path) -> None:
         got = torch.tensor(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
         with torch.no_grad():
             assert torch.allclose(got, learn.model.eval()(x), atol=1e-5)
-
-
-def test_the_best_weights_are_exported_where_they_are_loaded(tmp_path: Path) -> None:
-    learn = learner(tmp_path, ExportForInference(), SaveModelCallback())
-    learn.fit(3, lr=0.5)
-    best = torch.load(tmp_path / 'models' / 'model.pth', weights_only=True)
-    best = best.get('model', best)
-    program = loaded(tmp_path / 'export.pt2')
-    for name, value in program.named_parameters():
-        assert torch.equal(value, best[name])
 
 
 class Named(nn.Module):
@@ -154,14 +143,6 @@ def test_a_model_that_cannot_be_exported_is_reported_before_training(tmp_path: P
 def test_bad_options_are_refused(wrong: Any) -> None:
     with pytest.raises(OptionError):
         ExportForInference(**wrong)
-
-
-def test_a_path_that_cannot_be_written_is_reported_before_training(tmp_path: Path) -> None:
-    (tmp_path / 'taken').write_text('')
-    learn = learner(tmp_path, ExportForInference('taken/net'))
-    with pytest.raises(OptionError, match='cannot be written'):
-        learn.fit(1)
-    assert learn.time.ba == 0
 
 
 # ------------------------------------------------------------------------------------------ loading

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from itertools import pairwise
-from math import inf, nan
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from learnkit import ShowGraph
 from learnkit.callbacks import live_plot as graph
-from learnkit.callbacks.live_plot import MAX_POINTS, LossGraph, describe_losses, thin_losses
+from learnkit.callbacks.live_plot import MAX_POINTS, thin_losses
 from learnkit.testing import synth_learner
 from tests.helpers.libraries import require
 
@@ -110,14 +109,6 @@ def test_a_large_number_of_losses_is_thinned() -> None:
     assert thin_losses([5.0]) == [[1, 5.0]]
     assert thin_losses([]) == []
     assert len(thin_losses([1.0] * 100)) == 95
-
-
-def test_losses_that_are_not_finite_leave_gaps(areas: list[Outputs]) -> None:
-    picture = LossGraph()
-    picture.draw([1.0, nan, inf, 2.0], {'valid': [[2, inf], [4, 1.0]]})
-    picture.draw([nan], {})
-    assert len(areas[0].shown) == 2
-    assert describe_losses([], {'valid': [[0, nan]]}) == 'loss after 0 steps: valid nan'
 
 
 def test_the_bar_draws_what_fastais_graph_sends_it(areas: list[Outputs]) -> None:

@@ -241,15 +241,6 @@ def test_loss_and_metrics_are_not_computed_and_callbacks_may_change_the_batch() 
     assert learn.summary().input == '16 x 64'
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_a_compiled_model_shows_its_layers() -> None:
-    model = cnn()
-    expected = rows(digits(torch.compile(model, backend='eager')).summary())
-    assert rows(digits(model).summary()) == expected
-    learn = digits(model).compile(backend='eager')
-    assert len(learn.summary().layers) == 6 and learn.model._compiled_call_impl is not None
-
-
 # -- sizes
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, accuracy, mae
 from learnkit.core.errors import MetricError, OptionError
-from learnkit.core.plotting import COLORS, AxesList, new_axes
+from learnkit.core.plotting import COLORS
 from learnkit.testing import synth_learner
 from tests.helpers.libraries import require
 
@@ -80,23 +80,6 @@ def test_names_choose_the_panels() -> None:
     assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == expected
     (only,) = learn.recorder.plot_metrics('night/accuracy')
     assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
-    mine = plt.subplots()[1]
-    n = len(plt.get_fignums())
-    assert learn.recorder.plot_metrics(['day/loss', 'train_loss', 'norm'], ax=mine) is mine
-    assert len(plt.get_fignums()) == n
-    assert drawn(mine) == {
-        'train loss': ([0, 1], column(learn, 'train_loss')),
-        'norm': ([0, 1], [3.0, 4.0]),
-        'day loss': ([0, 1], column(learn, 'day/loss')),
-    }
-
-
-def test_epochs_without_an_evaluation_are_left_out() -> None:
-    learn = synth_learner(metrics=mae, eval_every='2ep')
-    fit(learn, 4)
-    _, ax = learn.recorder.plot_metrics()
-    assert column(learn, 'mae')[0] is None
-    assert drawn(ax) == {'valid': ([1, 3], column(learn, 'mae')[1::2])}
 
 
 def test_columns_that_are_not_printed_are_drawn_when_they_are_named() -> None:
@@ -145,9 +128,5 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
     assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'
-
-
-def test_new_axes_are_as_many_as_asked_for() -> None:
-    axs = new_axes(5, 3)
-    assert isinstance(axs, AxesList) and len(axs) == len(axs.figure.axes) == 5
-    assert len(new_axes(0, 3)) == 1
+    kinds = [t.get_text() for t in mine.get_legend().get_texts()]
+    assert kinds == ['data and model', 'callbacks', 'loop']

@@ -251,21 +251,6 @@ def test_a_fit_with_dropout_on_in_validation_trains_as_without() -> None:
     assert all(weights) and alone.history[-1]['valid_loss'] != noisy.history[-1]['valid_loss']
 
 
-def test_an_interrupted_prediction_leaves_dropout_off_in_a_fit() -> None:
-    cb, learn = MCDropoutCallback(), make()
-
-    def stop(c: Any) -> None:
-        if not c.training and c.iter == 1:
-            raise OSError('gone')
-
-    learn.model.eval()
-    with pytest.raises(OSError, match='gone'):
-        learn.validate(cbs=[cb, Callback(before_pred=stop)])
-    assert not any(m.training for m in learn.model.modules())
-    learn.fit(1, cbs=cb)
-    assert len(learn.history) == 1
-
-
 @pytest.mark.parametrize('level', [CancelEpochException, CancelFitException])
 def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_has_it_on(
     level: Any,

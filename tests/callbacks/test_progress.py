@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from time import perf_counter, sleep
 from typing import Any
@@ -23,8 +23,6 @@ import learnkit.callbacks.progress
 from learnkit.callbacks.progress import (
     Bar,
     Display,
-    NotebookDisplay,
-    ProgressCallback,
     Table,
     TerminalDisplay,
     make_display,
@@ -32,23 +30,12 @@ from learnkit.callbacks.progress import (
 from learnkit.core.errors import CancelFitException
 from learnkit.data import DataLoaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.train_eval import TrainEvalCallback
 from learnkit.learner import Learner
 from tests.helpers.clock import use_clock
 from tests.helpers.forks import start
 from tests.helpers.kernel import kernel_env, kernel_name
 
 CLOCK = r'\d\d:\d\d'
-
-
-class Forgetful:
-    "A loader of unknown length."
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(batches(self.n))
 
 
 class Recording(Display):
@@ -187,19 +174,6 @@ def test_plain_output_is_one_aligned_line_an_epoch(capsys: pytest.CaptureFixture
     assert {len(line) for line in lines} == {len(lines[0])}
 
 
-def test_plain_lines_are_flushed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream(io.StringIO):
-        flushed = 0
-
-        def flush(self) -> None:
-            self.flushed = self.getvalue().count('\n')
-
-    stream, seen = Stream(), []
-    monkeypatch.setattr(sys, 'stdout', stream)
-    make_learner(cbs=Callback(before_epoch=lambda cb: seen.append(stream.flushed))).fit(3)
-    assert seen == [0, 2, 3]  # the header comes with the first row
-
-
 def test_no_logging_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     learn = make_learner()
     with learn.no_logging():
@@ -257,12 +231,6 @@ def test_training_shows_the_loss_and_what_is_left(shown: list[Recording]) -> Non
     assert not any('loss' in bar for bar in shown[0].bars if 'valid' in bar)
 
 
-def test_a_loader_without_length_has_no_total(shown: list[Recording]) -> None:
-    make_learner(Forgetful(4)).fit(1)
-    train = [bar for bar in shown[0].bars if 'train' in bar]
-    assert re.fullmatch(r'epoch 1/1 train 4 batches --:-- \d+\.\d/s loss \d\.\d+', train[-1])
-
-
 @pytest.mark.parametrize('run', [Learner.validate, Learner.get_preds])
 def test_evaluation_alone_shows_an_inner_bar(
     run: Callable[[Learner], Any], shown: list[Recording]
@@ -272,15 +240,6 @@ def test_evaluation_alone_shows_an_inner_bar(
     assert [bar.split()[:2] for bar in shown[0].bars][-1] == ['valid', '2/2']
     assert shown[0].closed == [None]
     assert not shown[0].table.lines
-
-
-def test_no_bar_is_silent_but_for_the_rows_of_print(shown: list[Recording]) -> None:
-    learn = make_learner()
-    with learn.no_bar():
-        learn.fit(1)
-    assert shown == []
-    learn.fit(1)
-    assert len(shown) == 1
 
 
 def test_validation_inside_a_fit_returns_to_the_training_bar(shown: list[Recording]) -> None:
@@ -304,12 +263,6 @@ def test_an_interrupted_fit_names_its_place(shown: list[Recording]) -> None:
     )
     learn.fit(1)
     assert shown[1].closed == [None]
-
-
-def test_works_without_a_recorder(shown: list[Recording]) -> None:
-    make_learner(default_cbs=False, cbs=[TrainEvalCallback(), ProgressCallback()]).fit(1)
-    assert re.match(r'epoch 1/1 valid 2/2', shown[0].bars[-1])
-    assert not shown[0].table.lines
 
 
 def test_at_most_ten_drawings_a_second(
@@ -408,16 +361,12 @@ SCRIPT = textwrap.dedent("""
     torch.set_num_threads(1)
     batch = torch.ones(2, 1), torch.ones(2, 1)
 
-    def make_learner(n=500, n_valid=50, wait_s=0., stop=None, loader=list):
+    def make_learner(n=500, n_valid=50, wait_s=0., stop=None):
         def after_batch(cb):
             time.sleep(wait_s)
             if stop == (cb.epoch, cb.iter): raise KeyboardInterrupt
-        dls = DataLoaders(loader([batch] * n), [batch] * n_valid)
+        dls = DataLoaders([batch] * n, [batch] * n_valid)
         return Learner(dls, nn.Linear(1, 1), loss_func=nn.functional.mse_loss, cbs=Callback(after_batch=after_batch))
-
-    class Forgetful:
-        def __init__(self, items): self.items = items
-        def __iter__(self): return iter(self.items)
 """)
 
 
@@ -479,8 +428,6 @@ def terminal() -> list[str]:
         print('==')
         try: make_learner(100, wait_s=0.002, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
-        make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
-        make_learner(1, 160, wait_s=0.004).validate()
         """).split('==')
 
 
@@ -499,12 +446,6 @@ def test_a_terminal_keeps_the_bar_that_was_stopped(terminal: list[str]) -> None:
     assert re.match(r'stopped at epoch 1/2 train: +70%\|.*\| 70/100 \[', line)
 
 
-def test_a_terminal_counts_without_total_and_clears_up_after_validate(terminal: list[str]) -> None:
-    assert re.search(r'epoch 1/1 train: \d+it \[', terminal[2])
-    assert re.search(r'\rvalid: +\d+%', terminal[2])
-    assert [line.split()[0] for line in on_screen(terminal[2])] == ['epoch', '0']
-
-
 @pytest.fixture(scope='module')
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "Return a notebook that was executed in a new kernel, saved and read."
@@ -516,8 +457,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
         'make_learner(100, 10, wait_s=0.001).fit(5)',
         'make_learner(100, 5, wait_s=0.002, stop=(1, 60)).fit(3)',
         'make_learner(1, 220, wait_s=0.0025).validate()',
-        'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
-        'make_learner(2, 1).fit(300)',
     ]
     folder = tmp_path_factory.mktemp('notebook')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
@@ -560,10 +499,3 @@ def test_a_notebook_is_blank_after_validate(notebook: Any) -> None:
     shown, result = notebook.cells[3].outputs
     assert shown.data == {'text/html': '', 'text/plain': ''}
     assert result.output_type == 'execute_result'
-
-
-@pytest.mark.notebook
-def test_a_notebook_folds_what_is_too_long(notebook: Any) -> None:
-    [output] = notebook.cells[5].outputs
-    assert '... 101 more, in learn.history ...' in output.data['text/plain']
-    assert len(output.data['text/plain'].splitlines()) == NotebookDisplay.max_rows + 1

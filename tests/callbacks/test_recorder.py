@@ -14,20 +14,16 @@ from torch import Tensor, nn
 
 from learnkit import (
     SGD,
-    AvgLoss,
     AvgMetric,
-    AvgSmoothLoss,
     Callback,
     CancelBatchException,
     CancelEpochException,
     CancelTrainException,
     DataLoaders,
     Learner,
-    Metric,
     OptimWrapper,
     Recorder,
     TrainEvalCallback,
-    ValueMetric,
     mae,
     mse,
 )
@@ -184,38 +180,6 @@ def test_named_validation_loaders_have_their_own_columns() -> None:
         assert learn.history[1][f'{name}/mae'] == pytest.approx(expected, rel=1e-5)
         expected = F.mse_loss(model(x), y).item()
         assert learn.history[1][f'{name}/loss'] == pytest.approx(expected, rel=1e-5)
-
-
-def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
-    class Largest(Metric):
-        def reset(self) -> None:
-            self._max = -1.0
-
-        def accumulate(self, learn: Any) -> None:
-            self._max = max(self._max, (learn.pred - learn.y).abs().max().item())
-
-        @property
-        def value(self) -> float:
-            return self._max
-
-    model = linear()
-    metrics = [
-        Largest,
-        ValueMetric(lambda: 42, 'answer'),
-        AvgLoss(),
-        AvgSmoothLoss(),
-        lambda p, y: (p - y).detach().numpy().mean(),
-    ]
-    learn = learner((TRAIN, VALID), model=model, lr=0.0, metrics=metrics)
-    learn.fit(1)
-    x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
-    row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
-    assert row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
-    assert row['answer'] == 42
-    expected = smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1]
-    assert row['avg_smooth_loss'] == pytest.approx(expected, rel=1e-5)
-    assert row['<lambda>'] == pytest.approx((model(x) - y).mean().item(), rel=1e-4)
-    assert row['loss'] == pytest.approx(row['valid_loss'])
 
 
 def test_metrics_can_be_changed_between_fits() -> None:
@@ -485,16 +449,6 @@ def test_the_losses_match_the_last_fit_also_when_they_were_read_before(n: int) -
     assert len(learn.recorder.losses) == 0
 
 
-def test_history_as_a_data_frame() -> None:
-    pytest.importorskip('pandas')
-    learn = learner((TRAIN, VALID), metrics=mae)
-    learn.fit(2)
-    df = learn.history.to_pandas()
-    assert list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time']
-    assert len(df) == 2
-    assert df['mae'].tolist() == [r['mae'] for r in learn.history]
-
-
 def test_values_can_be_written_by_a_later_callback() -> None:
     class Overwrite(Callback):
         order = 51
@@ -511,17 +465,6 @@ def test_values_can_be_written_by_a_later_callback() -> None:
     seen: list[Any] = []
     learner((TRAIN, VALID), Look, Overwrite).fit(1)
     assert seen == [[7.0, 8.0]]
-
-
-def test_what_was_recorded_can_be_carried_over() -> None:
-    learn = learner((TRAIN, VALID), metrics=mae)
-    learn.fit(2)
-    other = Recorder()
-    other.load_state_dict(learn.recorder.state_dict())
-    assert other.history == learn.history
-    assert [list(v) for v in other.values] == [list(v) for v in learn.recorder.values]
-    assert torch.equal(torch.stack(list(other.losses)), torch.stack(list(learn.recorder.losses)))
-    assert other.lrs == learn.recorder.lrs
 
 
 # Plots

@@ -21,7 +21,7 @@ from learnkit import (
     MixUp,
     Replay,
 )
-from learnkit.core.errors import CancelFitException, FitError, LossError
+from learnkit.core.errors import FitError, LossError
 from learnkit.core.random import capture_rng
 from tests.helpers.comparing import same
 
@@ -259,21 +259,15 @@ def fail() -> None:
 
 def test_the_next_fit_and_close_let_go() -> None:
     for let_go in (lambda learn: learn.fit(1), lambda learn: learn.close()):
-        for own in (True, False):
-            learn = learner(*[Replay()] * own)
-            bad = fail_at('after_loss', 0, 2)
-            try:
-                learn.fit(1, cbs=[bad] if own else [bad, Replay()])
-            except Boom:
-                pass
-            batch = weakref.ref(learn.replay_source._drawn[True].batch[0])
-            bad.run = False
-            let_go(learn)
-            gc.collect()
-            assert batch() is None
-            if not own:
-                with pytest.raises(FitError, match='no batch to repeat'):
-                    learn.replay()
+        learn = learner(Replay())
+        bad = fail_at('after_loss', 0, 2)
+        with pytest.raises(Boom):
+            learn.fit(1, cbs=bad)
+        batch = weakref.ref(learn.replay_source._drawn[True].batch[0])
+        bad.run = False
+        let_go(learn)
+        gc.collect()
+        assert batch() is None
 
 
 def test_nothing_to_repeat() -> None:
@@ -285,14 +279,3 @@ def test_nothing_to_repeat() -> None:
         learn.replay()
     with pytest.raises(FitError, match='under way'):
         learn.fit(1, cbs=Callback(before_batch=lambda cb: cb.replay()))
-
-
-def test_a_batch_that_was_cancelled_is_cancelled_again() -> None:
-    def cancel(cb: Any) -> None:
-        if cb.iter == 2:
-            raise CancelFitException
-
-    learn = learner(Replay(), Callback(after_pred=cancel))
-    learn.fit(1)
-    learn.replay()
-    assert learn.iter == 2 and learn.run.depth == 0 and learn.run.levels == ()

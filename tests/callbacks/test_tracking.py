@@ -299,16 +299,6 @@ def test_the_best_weights_are_loaded_whatever_ended_the_fit(
     assert weight(learn) == 9.0
 
 
-def test_a_file_of_another_run_is_never_the_best(tmp_path: Path) -> None:
-    run(SaveModelCallback(), [1.0], tmp_path)
-    before = (tmp_path / 'models' / 'model.pth').read_bytes()
-    with pytest.warns(UserWarning, match=r'valid_loss'):
-        learn = run(SaveModelCallback(), [NAN, NAN], tmp_path, lr=0.0)
-    assert weight(learn) == 1.0 and (tmp_path / 'models' / 'model.pth').read_bytes() == before
-    learn.fit(0)
-    assert weight(learn) == 1.0
-
-
 def test_a_folder_that_cannot_be_written_fails_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / 'models').touch()
     learn = synth_learner(path=tmp_path, cbs=SaveModelCallback())
