@@ -32,7 +32,7 @@ class LRScheduler(Callback):
 
     With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch
     had been a step). Checkpointed: the scheduler's state. Raises before training `OptionError` for
-    an invalid scheduler or factory and for a `start_epoch` by batch if the length of an epoch is
+    an invalid factory and for a `start_epoch` by batch if the length of an epoch is
     unknown, and `MetricError` for a `monitor` that is not recorded.
 
     >>> from functools import partial
@@ -96,7 +96,7 @@ class LRScheduler(Callback):
             raise OptionError(
                 f"LRScheduler: the factory gave {self.scheduler!r}, which is none of torch's schedulers."
             )
-        self._view.step()
+        self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
         self._n_steps = self.learn.opt.n_steps
         self._has_begun = True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters

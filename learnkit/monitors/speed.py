@@ -122,7 +122,7 @@ class SpeedMonitor(Monitor):
 
     def before_eval(self) -> None:
         "Count evaluation from now on, unless this evaluation is inside another one."
-        if self.learn.fitting and self._evaluation is None:
+        if self._evaluation is None:  # outside of fits the Learner's clock stands still
             self._evaluation = self.learn.run.depth, self.learn.counters.elapsed()
 
     def after_eval(self) -> None:

@@ -153,7 +153,7 @@ def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     learn.fit(1)
     # without the time between fits and of separate evaluations
     assert seen.of('time/train')[30] == pytest.approx(60 / 60)
-    assert seen.of('time/val')[30] == pytest.approx((42 + 21 + 21) / 60)
+    assert seen.of('time/val')[30] == pytest.approx((42 + 21 + 21 + 42) / 60)
     assert list(seen.of('throughput/batches_per_sec').values())[-1] == pytest.approx(0.5)
 
 
