@@ -403,20 +403,12 @@ Callback.__init__.__signature__ = _make_signature()  # type: ignore[attr-defined
 
 def _list_changed_options(cb: Callback) -> Iterator[str]:
     "Yield `name=value` for each constructor option whose attribute of the same name is not the default."
-    try:
-        options = inspect.signature(type(cb).__init__).parameters
-    except (TypeError, ValueError):
-        return
-    for name, option in options.items():
+    for name, option in inspect.signature(type(cb).__init__).parameters.items():
         value = vars(cb).get(name)
         default = option.default
         if isinstance(value, _REPR_TYPES):
             displayed = str(value) if isinstance(value, (Enum, Time)) else value
-            default_with_unit = f'{default}{getattr(value, "unit", "")}'
-            if not isinstance(default, _REPR_TYPES) or displayed not in (
-                default,
-                default_with_unit,
-            ):
+            if displayed not in (default, f'{default}{getattr(value, "unit", "")}'):
                 yield f'{name}={displayed!r}'
         elif callable(value) and default is not None:
             yield f'{name}={_get_func_name(value)}'

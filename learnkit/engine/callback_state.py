@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path, PurePath
@@ -163,11 +162,24 @@ def collect_attributes(cb: Any) -> dict[str, Any] | None:
 
     Attributes that a constructor of this package has set are left out if its class has a `state_dict`.
     """
-    encoded = {}
+    return _split_attributes(cb)[0] or None
+
+
+def lost_attributes(cb: Any) -> dict[str, Any]:
+    "Return the attributes of a callback that no checkpoint holds, and that no new run creates itself."
+    return _split_attributes(cb)[1]
+
+
+def _split_attributes(cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    "Return the encoded attributes, and those that are lost."
+    encoded, lost = {}, {}
     for name, value in _list_attributes(cb).items():
-        with suppress(*_ENCODE_ERRORS):
+        try:
             encoded[name] = _encode_attribute(value, cb)
-    return encoded or None
+        except _ENCODE_ERRORS:
+            if not _is_recreated(value):
+                lost[name] = value
+    return encoded, lost
 
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
@@ -178,18 +190,6 @@ def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
             restore_own([own.get(name)], value['of'])
         else:
             own[name] = decode(value, cb)
-
-
-def lost_attributes(cb: Any) -> dict[str, Any]:
-    "Return the attributes of a callback that no checkpoint holds, and that no new run creates itself."
-    found = {}
-    for name, value in _list_attributes(cb).items():
-        try:
-            _encode_attribute(value, cb)
-        except _ENCODE_ERRORS:
-            if not _is_recreated(value):
-                found[name] = value
-    return found
 
 
 def note_attributes(cb: Any) -> None:

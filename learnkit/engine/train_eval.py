@@ -120,7 +120,9 @@ class TrainEvalCallback(Callback):
 
     def before_fit(self) -> None:
         _begin_run(self.learn)
-        if self.learn.fitting and any(map(_is_of_user, self.learn.callbacks)):
+        table = self.learn.callbacks.tables[True]
+        handlers = [*table['after_loss'], *table['before_backward']]
+        if self.learn.fitting and any(_is_of_user(cb) for _, _, cb in handlers):
             self.after_loss = self._note_loss
             self.before_backward = self._check_loss
 
