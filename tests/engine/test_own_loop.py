@@ -593,7 +593,7 @@ def test_wrong_rates_by_optimizer_change_nothing() -> None:
     rates = {'critik': 0.1}
     learn = make_duel()
     before = weights(learn.model)
-    with pytest.raises(OptimizerError, match='lr='):
+    with pytest.raises(OptimizerError, match=r"'critik'.* 'critic', 'generator'"):
         fit(learn, lr=rates)
     with pytest.raises(OptimizerError):
         fit(make_duel(lr=rates))

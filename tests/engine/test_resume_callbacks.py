@@ -14,14 +14,11 @@ from learnkit.callbacks import (
     FixedStopper,
     LoadWeights,
     SaveModelCallback,
-    SpeedMonitor,
-    SystemMonitor,
     TrackerCallback,
 )
 from learnkit.checkpoint.compare import differences
-from learnkit.core.errors import CancelStepException, MetricError, WeightsError
+from learnkit.core.errors import MetricError, WeightsError
 from learnkit.engine.portable_paths import from_portable_path
-from learnkit.loggers import ConsoleLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
 from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place, through_a_file, train_without_stop
@@ -39,14 +36,6 @@ def saved(learn: Learner, ba: int) -> list[Any]:
     last.order = 3000
     learn.add_cb(last)
     return kept
-
-
-def test_the_first_step_after_a_resume_may_be_skipped(tmp_path: Path) -> None:
-    def skip(cb: Callback) -> None:
-        if cb.learn.time.ba in (3, 4):
-            raise CancelStepException
-
-    check_every_place(lambda: learner(tmp_path, EMA(), Callback(before_step=skip)))
 
 
 def test_layers_that_were_frozen_are_trained_again(tmp_path: Path) -> None:
@@ -75,19 +64,6 @@ def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
     learn.fit(2, resume=through_a_file(kept[5]))
     assert not differences(end['model'], learn.model.state_dict())
     assert learn.save_model.last_saved_path == tmp_path / 'after' / 'models' / 'model.pth'
-
-
-def test_a_fit_without_any_best_warns_after_a_resume_too(tmp_path: Path) -> None:
-    def make() -> Learner:
-        return learner(tmp_path, SaveModelCallback(monitor=lambda learn: float('nan')))
-
-    learn = make()
-    kept = saved(learn, 8)
-    with pytest.warns(UserWarning, match='No epoch had a monitored'):
-        learn.fit(2)
-    learn = make()
-    with pytest.warns(UserWarning, match='No epoch had a monitored'):
-        learn.fit(2, resume=kept[0])
 
 
 def test_a_stopper_counts_from_the_checkpoint(tmp_path: Path) -> None:
@@ -148,47 +124,6 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
     assert loaded == [0, 4]  # and at the next epoch
     with pytest.raises(WeightsError, match='there is no file'):
         learner(tmp_path, LoadWeights('other', 'before_epoch')).fit(2, resume=kept[0])
-
-
-def test_a_console_line_is_not_cut_by_a_checkpoint(tmp_path: Path) -> None:
-    def printed(n: int, resume: Any = False, keep: int = 0) -> tuple[list[str], list[Any]]:
-        lines: list[str] = []
-        logger = ConsoleLogger(every='4ba', out=lines.append)
-        learn = learner(tmp_path, SpeedMonitor(every='1ba'), logger, eval_every=None)
-        kept = saved(learn, keep)
-        learn.fit(n, resume=resume)
-        return [line.split(':')[0] for line in lines], kept
-
-    whole, kept = printed(2, keep=6)
-    assert whole == printed(2)[0] == ['step 4', 'step 8']
-    assert printed(2, resume=kept[0])[0] == ['step 8']
-
-
-def test_what_is_logged_twice_in_a_step_is_averaged_over_a_stop(tmp_path: Path) -> None:
-    class Twice(Callback):
-        order, run_valid = 200, False
-
-        def after_batch(self) -> None:
-            self.learn.log('x', 1.0)
-
-        def after_train(self) -> None:
-            self.learn.log('x', 5.0)
-
-    def make(folder: str) -> Learner:
-        return learner(tmp_path / folder, Twice(), JSONLinesLogger(every='100ba'))
-
-    learn = make('a')
-    kept = saved(learn, 4)
-    learn.fit(1)
-    again = make('b')
-    again.fit(1, resume=kept[0])
-    last = [(tmp_path / folder / 'metrics.jsonl').read_text().splitlines()[-1] for folder in 'ab']
-    assert '"x": 3.0' in last[0] and '"x": 3.0' in last[1]
-
-
-def test_values_of_the_machine_are_not_compared() -> None:
-    learn = synth_learner(cbs=[SpeedMonitor(every='1ba'), SystemMonitor(every='1ba')])
-    assert learn.check_resume()
 
 
 def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,16 +175,6 @@ def test_the_time_of_the_row_counts_both_parts_and_not_what_lay_between(
     assert other.rows[-1][-1] == format_seconds(other.history[0]['time'])
 
 
-def test_two_fits_are_counted() -> None:
-    straight, other, take = learner(), learner(), Take(2)
-    straight.fit(1)
-    straight.add_cb(take)
-    straight.fit(2)
-    other.fit(2, resume=take.states[0])
-    assert timeless(other.history) == timeless(straight.history)
-    assert [(r['fit'], r['epoch']) for r in other.history] == [(0, 0), (1, 0), (1, 1)]
-
-
 def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> None:
     def log(cb: Any) -> None:
         cb.learn.log('extra', cb.loss)
@@ -256,12 +245,6 @@ def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
 
 
-def test_a_metric_of_the_same_name_and_another_kind_starts_over() -> None:
-    make = partial(learner, metrics=[RMSE()])
-    with pytest.warns(UserWarning, match=r'`rmse` \(.* RMSE\)'):
-        resumed(make, 3, again=partial(learner, metrics=[{'rmse': mae}]))
-
-
 # ---------------------------------------------------------------------------------------- the state
 
 
@@ -279,19 +262,6 @@ def test_the_state_matches_the_uninterrupted_run_but_for_its_clocks() -> None:
     assert not same(a, b)
 
 
-def test_a_loaded_state_is_not_changed_by_the_training_after_it() -> None:
-    def load(cb: Any) -> None:
-        if cb.training and not cb.train_iter:
-            cb.learn.recorder.load_state_dict(state)
-
-    take, other = Take(3), learner(Callback(before_draw=load), metrics=[mae, AccumMetric(ratio)])
-    learner(take, metrics=other.metrics).fit(2)
-    state = take.states[0]['callbacks']['recorder']
-    before = repr(state)
-    other.fit(1)
-    assert repr(state) == before and len(other.recorder.lrs) == 3 + N_BATCHES
-
-
 def test_outside_of_a_fit_the_history_is_restored_and_no_epoch_is_open() -> None:
     take = Take(3)
     straight = learner(Callback(after_loss=lambda cb: cb.learn.log('extra', 1e6)), take)
@@ -301,37 +271,6 @@ def test_outside_of_a_fit_the_history_is_restored_and_no_epoch_is_open() -> None
     assert other.history == [] and len(other.recorder.lrs) == 3
     other.fit(1)
     assert 'extra' not in other.history[0] or other.history[0]['extra'] is None
-
-
-def test_values_that_cannot_be_saved_are_left_out_of_the_state() -> None:
-    class Odd(Metric):
-        value = property(lambda self: object())
-
-    learn = learner(metrics=[Odd(), mae])
-    learn.fit(1)
-    state = learn.callback_states()['recorder']
-    assert state['history'][0]['valid_odd'] is None and state['final_record'] is not None
-    assert state['history'][0]['valid_mae'] == learn.history[0]['valid_mae']
-
-
-def test_a_state_of_many_steps_is_a_handful_of_tensors() -> None:
-    recorder, n = Recorder(), 10_000
-    group = {'lr': 0.1, 'betas': (0.9, 0.99), 'eps': 1e-8, 'weight_decay': 0, 'params': []}
-    for i in range(n):
-        recorder._steps.record(group)
-        group['lr'] = 0.1 / (i + 2)
-        recorder.smooth_loss.accumulate(SimpleNamespace(loss=torch.tensor(float(i))))
-    for _ in range(2):
-        state = recorder.state_dict()
-        columns = state['steps']['columns']
-        assert sorted(columns) == ['eps', 'lr', 'mom', 'sqr_mom', 'wd']
-        assert all(c.dtype == torch.float64 and len(c) == n for c in columns.values())
-        assert columns['lr'].tolist() == [0.1 / (i + 1) for i in range(n)]
-        assert len(state['smooth_loss']['smooth']) == n
-        again = Recorder()
-        again.load_state_dict(state)
-        assert again.lrs == recorder.lrs and again.hps == recorder.hps
-        assert again.smooth_loss.smooth == recorder.smooth_loss.smooth
 
 
 # ------------------------------------------------- loaders that draw their order at the first batch
