@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import (
     Callback,
     CancelBatchException,
-    CancelEpochException,
-    CancelTrainException,
     DataLoaders,
     FitError,
     Time,
@@ -235,30 +233,6 @@ def test_a_fit_that_uses_nothing_of_its_budget_ends() -> None:
     learn.remove_cb(learn.callback)
     learn.fit('3st')
     assert learn.time.st == 3
-
-
-def test_a_fit_whose_epochs_are_all_skipped_ends() -> None:
-    def skip(cb: Any) -> None:
-        raise CancelEpochException
-
-    learn = learner(cbs=Callback(before_epoch=skip))
-    for budget in ('5st', '5ba', '20sp'):
-        with pytest.raises(FitError, match=budget):
-            learn.fit(budget)
-    assert learn.time.ep == 0
-
-
-def test_batches_are_counted_and_not_foreseen() -> None:
-    "Shortened epochs, or a loader shorter than its length, result in more epochs."
-
-    def cut(cb: Any) -> None:
-        if cb.iter == 2:
-            raise CancelTrainException
-
-    learn = learner(cbs=Callback(after_batch=cut))
-    learn.dls.evaluation = []
-    learn.fit('20ba')
-    assert (learn.time.ba, learn.time.ep) == (20, 7)
 
 
 def test_skipped_epochs_are_not_finished() -> None:

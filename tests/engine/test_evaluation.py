@@ -151,14 +151,6 @@ def test_the_loop_state_matches_the_training_batch_afterwards() -> None:
     assert learn.noted == [(True, 'train', 'train', i, True, 8, True) for i in range(5)]
 
 
-def test_rows_in_the_middle_of_an_epoch_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    learn = learner(n_train=4, eval_every='2ba')
-    learn.logger = print
-    learn.fit(2)
-    first = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert first == ['epoch', '0.50', '1.00', '0', '1.50', '2.00', '1']
-
-
 class Counts(Callback):
     order = 1000
 
@@ -212,19 +204,6 @@ def test_bad_intervals_are_refused_before_training(bad: Any) -> None:
         learner(eval_every=bad).fit(1)
     with pytest.raises(TimeError):
         learner(valid=lambda dl: {'x': Evaluator(dl, bad)}).fit(1)
-
-
-def test_what_is_logged_is_called_after_the_evaluation_it_belongs_to() -> None:
-    def note(name: str) -> Any:
-        return lambda cb: cb.learn.log(name, 1.0)
-
-    in_epoch = ('before_epoch', 'after_loss', 'after_train', 'after_epoch')
-    in_evaluation = ('before_eval', 'after_validate', 'after_eval')
-    events = (*in_epoch, *in_evaluation)
-    learn = learner(n_train=2, cbs=[Callback(**{event: note(event)}) for event in events])
-    learn.fit(2)
-    names = set(learn.history[-1]) - {'fit', 'epoch', 'train_loss', 'valid_loss', 'time'}
-    assert names == {*in_epoch, *(f'valid_{event}' for event in (*in_evaluation, 'after_loss'))}
 
 
 def test_the_interval_may_be_assigned() -> None:

@@ -143,35 +143,6 @@ def test_a_mean_over_tokens_needs_and_gets_weight_func(as_number: Callable[[Tens
     assert close(of_samples, unweighted)
 
 
-def test_batches_of_dicts_are_split_too() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, ids: Tensor, scale: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            logits = self.net(ids) * scale
-            return {'logits': logits, 'loss': F.mse_loss(logits, labels)}
-
-    model, (x, y) = Named(), batch(7)
-    b = {'ids': x, 'scale': torch.tensor(2.0, dtype=torch.float64), 'labels': y}
-    res: list[list[Tensor]] = []
-    read = Callback(
-        before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss])
-    )
-    Learner(
-        [b],
-        model,
-        opt_func=SGD,
-        lr=0.0,
-        cbs=[TrainEvalCallback, read],
-        default_cbs=False,
-        microbatch=3,
-    ).fit(1)
-    whole = model(**b)['loss']
-    assert close(res[0], [*torch.autograd.grad(whole, list(model.parameters())), whole.detach()])
-
-
 def test_a_loss_of_named_parts() -> None:
     model, b = mlp(), batch(7)
     parts = lambda pred, y: {'fit': F.mse_loss(pred, y), 'size': pred.square().mean()}

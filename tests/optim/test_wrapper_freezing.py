@@ -15,7 +15,6 @@ from learnkit import (
     SGD,
     Adam,
     Callback,
-    DataLoaders,
     Learner,
     ModelError,
     OptimizerError,
@@ -157,21 +156,6 @@ def test_what_was_frozen_by_hand_stays_so_with_the_default_splitter() -> None:
     assert trained(learn) == [*MIDDLE, *HEAD] == moved(learn)
 
 
-def test_a_splitter_that_names_what_was_frozen_by_hand_unfreezes_it_as_in_fastai() -> None:
-    learn = learner()
-    learn.model[0].requires_grad_(False)
-    learn.unfreeze()
-    assert trained(learn) == ALL
-
-
-def test_freezing_after_the_model_was_replaced_concerns_the_new_one() -> None:
-    learn = learner(train_bn=False)
-    learn.fit(1)
-    learn.model = net()
-    learn.freeze()
-    assert trained(learn) == HEAD == moved(learn)
-
-
 def test_an_optimizer_that_was_assigned_can_be_frozen() -> None:
     learn = learner(train_bn=False)
     learn.opt = torch.optim.SGD([{'params': ps} for ps in parts(learn.model)], lr=0.05)
@@ -228,39 +212,3 @@ def test_a_number_of_groups_is_a_whole_number() -> None:
 
 
 # A compiled step
-
-
-def test_a_compiled_step_notices_freezing() -> None:
-    def run(compiled: bool) -> tuple[list[Tensor], Learner]:
-        torch.manual_seed(0)
-        x = torch.randn(80, 3)
-        dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
-        learn = Learner(
-            dls,
-            net().float(),
-            F.mse_loss,
-            opt_func=partial(torch.optim.SGD, momentum=0.9),
-            lr=0.05,
-            splitter=parts,
-            train_bn=False,
-            cbs=TrainEvalCallback,
-            default_cbs=False,
-        )
-        if compiled:
-            learn.compile(step=True, backend='eager')
-            learn.whole_step.verdict = 'not timed'
-        for act in (learn.freeze, learn.unfreeze, partial(learn.freeze_to, 1)):
-            torch.manual_seed(1)
-            learn.fit(1)
-            before = copies(learn.model)
-            act()
-            learn.fit(1)
-            names = [n for n, p in learn.model.named_parameters() if not torch.equal(p, before[n])]
-            assert names == trained(learn)
-        return [p.detach() for p in learn.model.parameters()], learn
-
-    plain, _ = run(False)
-    ours, learn = run(True)
-    assert learn.explain_step().startswith('The compiled step runs')
-    for p, q in zip(plain, ours, strict=True):
-        assert torch.allclose(p, q, atol=1e-6)
