@@ -8,7 +8,6 @@ from warnings import warn
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from learnkit.core.batch import count_samples
 from learnkit.core.errors import (
@@ -21,8 +20,9 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.engine.run import clear_pass, release_loss
+from learnkit.optim.hyperparams import BATCH_NORMS
 
-__all__ = ['Microbatches', 'restore_gradients', 'weigh', 'weighted_loss']
+__all__ = ['Microbatches', 'divide', 'is_out_of_memory', 'restore_gradients', 'weighted_loss']
 
 
 class Microbatches:
@@ -76,7 +76,8 @@ class Microbatches:
                 self.is_last = i + 1 == len(parts)
                 clear_pass(learn)
                 learn._do_pred_loss()
-                self.share = weigh(weights and weights[i], weights, learn.loss.dtype)
+                if weights is not None:
+                    self.share = divide(to_dtype(weights[i], learn.loss.dtype), sum(weights))
                 losses.append(weighted_loss(learn.loss.detach(), self.share))
                 backward = partial(self._backward, learn)
                 learn._with_events(backward, 'backward', CancelBackwardException)
@@ -123,13 +124,9 @@ class Microbatches:
             warn_of_batch_norm(learn)
 
 
-def weigh(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
-    "Return a microbatch's share in the loss of its batch, in the loss's precision, without a device sync."
-    if weights is None:
-        return 1.0
-    if isinstance(weight, Tensor):
-        weight = weight.to(dtype)
-    return divide(weight, sum(weights))
+def to_dtype(weight: Any, dtype: torch.dtype) -> Any:
+    "Convert a weight that is a tensor to the precision of the loss."
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight
 
 
 def divide(part: Any, whole: Any) -> Any:
@@ -148,13 +145,13 @@ def divide(part: Any, whole: Any) -> Any:
 def weighted_loss(loss: Tensor, share: Any) -> Tensor:
     "Return a loss times its share. A share of 0 gives 0, because the mean loss of no samples is nan."
     if isinstance(share, Tensor):
-        return torch.where(share == 0, torch.zeros_like(loss), loss * share)
+        return torch.where(share == 0, 0.0, loss * share)
     return loss * share if share else torch.zeros_like(loss)
 
 
 def warn_of_batch_norm(learn: LearnerLike) -> None:
     "Warn if the model has batch norm layers, which normalize each microbatch separately."
-    if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
+    if any(isinstance(m, BATCH_NORMS) and m.training for m in learn.model.modules()):
         warn(
             f"microbatch='auto': memory holds {learn.microbatches.fitting_size} samples at a time. Batch norm "
             'layers see each microbatch on its own, so that the training differs from one with whole '

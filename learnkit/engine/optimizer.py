@@ -21,7 +21,7 @@ from torch import nn
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, has_weights, unwrap_partial
+from learnkit.core.model import bare_model, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     SPLIT,
@@ -170,7 +170,8 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
         opt = opt_func if is_ready else call_opt_func(learn)
     if not isinstance(opt, OptimWrapper):
         opt = OptimWrapper(opt=opt)
-    if not is_ready:
+    modules = list_modules(learn)
+    if len(modules) > 1 and not is_ready:
         add_loss_params(learn, opt)
     if isinstance(learn.lr, Mapping):
         opt.set_hyper('lr', learn.lr)
@@ -183,7 +184,7 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     if last is not opt and frozen & own:
         opt.frozen = frozen & own
         opt.frozen_idx = last.frozen_idx
-    params = list_all_params(learn)
+    params = {p for m in modules for p in m.parameters()}
     opt.seen = None if is_ready else params
     opt.waiting = {p for p in params - own if not p.requires_grad}
     opt.warned = set()
@@ -297,7 +298,8 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
 def list_modules(learn: LearnerLike) -> list[nn.Module]:
     "Return the modules that are trained: the model, and a loss function that has parameters."
     loss_func = learn.loss_func
-    return [learn.model, loss_func] if has_weights(loss_func) else [learn.model]
+    is_trained = isinstance(loss_func, nn.Module) and any(True for _ in loss_func.parameters())
+    return [learn.model, loss_func] if is_trained else [learn.model]
 
 
 def list_all_params(learn: LearnerLike) -> set[nn.Parameter]:

@@ -105,16 +105,13 @@ def _clip_position(pos: Any) -> Any:
     "Clip rounding errors of a position to 0 to 1; raise `ScheduleError` for positions further outside."
     if pos.__class__ is float and 0.0 <= pos <= 1.0:
         return pos
-    is_array = getattr(pos, 'ndim', 0) > 0
-    low = float(pos.min() if is_array else pos)
-    high = float(pos.max() if is_array else pos)
+    is_array = hasattr(pos, 'clip')
+    low, high = (float(pos.min()), float(pos.max())) if is_array else (float(pos), float(pos))
     if not (low >= -ROUNDING and high <= 1 + ROUNDING):
         raise ScheduleError(
             f'A schedule was asked for position {pos!r}: 0 is its start and 1 its end.'
         )
-    if low >= 0 and high <= 1:
-        return pos
-    return pos.clip(0, 1) if is_array else min(max(float(pos), 0.0), 1.0)
+    return pos.clip(0, 1) if is_array else min(max(pos, 0.0), 1.0)
 
 
 def _cos(x: Any) -> Any:

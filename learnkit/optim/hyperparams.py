@@ -17,6 +17,7 @@ from learnkit.core.model import unwrap_partial
 from learnkit.distributed.dtensor import local_shard
 
 __all__ = [
+    'BATCH_NORMS',
     'HYPERS',
     'GroupKey',
     'OPTIONS',
@@ -180,11 +181,10 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     Traceback (most recent call last):
     learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
     """
-    shape: Any = getattr(value, 'shape', ())
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if isinstance(value, slice):
         values = spread(value, n)
-    elif is_sequence or shape:
+    elif is_sequence or getattr(value, 'shape', ()):
         values = list(value)
     else:
         values = [value] * n
@@ -220,9 +220,12 @@ def spread(values: slice, n: int) -> list[float]:
 
 # -- parameters ------------------------------------------------------------------------------------
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    *BATCH_NORMS,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
@@ -296,11 +299,10 @@ def check_maker(opt: Any) -> None:
         )
 
 
-def iterate_params(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
-    "Yield the parameters in the groups that `as_groups` returns."
-    for group in groups:
-        for p in group['params']:
-            yield p[1] if isinstance(p, tuple) else p
+def iterate_params(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
+    "Return the parameters in the groups that `as_groups` returns."
+    params = [p for group in groups for p in group['params']]
+    return [p[1] if isinstance(p, tuple) else p for p in params]
 
 
 # -- fused optimizers ------------------------------------------------------------------------------

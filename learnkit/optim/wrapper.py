@@ -35,7 +35,6 @@ from learnkit.optim.state import differences, load_state
 
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
-NO_CONTEXT = nullcontext()
 OWN_MODULES = ('torch.optim.', 'learnkit.optim.')  # modules of classes with torch's `step`
 
 
@@ -105,8 +104,8 @@ class OptimWrapper(torch.optim.Optimizer):
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # the slots of each group of the splitter, one for each of its parts
-        self.positions: list[list[Slot]] = [[slot] for slot in self._list_slots()]
-        if len(self.positions) > 1:
+        self.positions: list[list[Slot]] = []
+        if len(self._find_groups()) > 1:
             unshare_options(self.optimizers.values())
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
         self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
@@ -118,18 +117,20 @@ class OptimWrapper(torch.optim.Optimizer):
         self.waiting: set[nn.Parameter] = set()  # optimized once they require gradients
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
+        optimizers = self.optimizers.values()
         # optimizers with separate weights for training and evaluation
-        self._switching: list[Any] = list(filter(has_modes, self.optimizers.values()))
+        self._switching: list[Any] = [
+            o for o in optimizers if callable(getattr(o, 'train', None)) and hasattr(o, 'eval')
+        ]
         # optimizers that evaluate the loss again
         self._closures = {
-            o
-            for o in self.optimizers.values()
-            if (detect_closure(o) if needs_closure is None else needs_closure)
+            o for o in optimizers if (detect_closure(o) if needs_closure is None else needs_closure)
         }
         params = list(self.parameters())
         if len(set(params)) < len(params):
             raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
-        self._fused = [FusedGuard(o) for o in self.optimizers.values() if is_fused(o)]
+        fused = [o for o in optimizers if any(group.get('fused') for group in o.param_groups)]
+        self._fused = [FusedGuard(o) for o in fused]
 
     def _make_optimizer(
         self,
@@ -179,15 +180,10 @@ class OptimWrapper(torch.optim.Optimizer):
         The param groups are looked up at each call because `load_state_dict` replaces them.
         """
         known = {slot for slots in self.positions for slot in slots}
-        self.positions += [[slot] for slot in self._list_slots() if slot not in known]
-        groups = []
-        for slots in self.positions:
-            groups.append([o.param_groups[i] for o, i in slots])
-        return groups
-
-    def _list_slots(self) -> list[Slot]:
-        "Return the slot of every param group of every optimizer."
-        return [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
+        for o in self.optimizers.values():
+            slots = [(o, i) for i in range(len(o.param_groups))]
+            self.positions += [[slot] for slot in slots if slot not in known]
+        return [[o.param_groups[i] for o, i in slots] for slots in self.positions]
 
     @property
     def last_group(self) -> dict[str, Any]:
@@ -228,10 +224,9 @@ class OptimWrapper(torch.optim.Optimizer):
         self,
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
-        "Yield every optimized parameter, or the parameters of one of several optimizers."
-        for o in self._select(only):
-            for g in o.param_groups:
-                yield from g['params']
+        "Iterate over every optimized parameter, or the parameters of one of several optimizers."
+        groups = [g for o in self._select(only) for g in o.param_groups]
+        return iter([p for g in groups for p in g['params']])
 
     def name_of(
         self,
@@ -373,10 +368,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def _assign_by_optimizer(self, name: str, values: Mapping[str, Any]) -> list[Any]:
         "Return one value per group from values by optimizer name; other optimizers keep their values."
         for only in values:
-            if only not in self.optimizers:
-                known = ', '.join(map(repr, self.optimizers))
-                hint = did_you_mean(str(only), self.optimizers)
-                raise OptimizerError(f'{name}={dict(values)!r}: the optimizers are {known}.{hint}')
+            self._select(only)
         names = {o: key for key, o in self.optimizers.items()}
         return [
             values.get(names[slots[0][0]], hypers.get(name))
@@ -461,7 +453,8 @@ class OptimWrapper(torch.optim.Optimizer):
         for o in self._switching:
             o.eval()
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         """Return a context in which the parameters have their evaluation values.
 
         The training values are restored bitwise afterwards: `eval()` and `train()` alone would leave rounding errors,
@@ -470,10 +463,9 @@ class OptimWrapper(torch.optim.Optimizer):
         >>> opt = OptimWrapper(opt=torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
         >>> with opt.evaluating(): pass   # no effect with torch's optimizers
         """
-        return self._switch_to_eval() if self.is_training and self._switching else NO_CONTEXT
-
-    @contextmanager
-    def _switch_to_eval(self) -> Iterator[None]:
+        if not (self.is_training and self._switching):
+            yield
+            return
         self.train()  # a callback may have called `eval` of an optimizer itself
         params = [p for o in self._switching for g in o.param_groups for p in g['params']]
         trained = [p.detach().clone() for p in params]
@@ -583,16 +575,6 @@ class OptimWrapper(torch.optim.Optimizer):
         lr = rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
         n = len(self._find_groups())
         return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
-
-
-def has_modes(opt: torch.optim.Optimizer) -> bool:
-    "Return True if an optimizer has methods `train` and `eval`, for separate weights in training and evaluation."
-    return callable(getattr(opt, 'train', None)) and callable(getattr(opt, 'eval', None))
-
-
-def is_fused(opt: torch.optim.Optimizer) -> bool:
-    "Return True if a param group of an optimizer uses torch's fused kernel."
-    return any(group.get('fused') for group in opt.param_groups)
 
 
 def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -22,7 +22,6 @@ from learnkit import (
     Learner,
     Recorder,
     TrainEvalCallback,
-    accuracy,
     mse,
 )
 
@@ -99,7 +98,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize('loss', LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize('size', [1, 3, 4, 7, 50])
+@pytest.mark.parametrize('size', [3, 50])
 def test_gradients_and_loss_match_the_whole_batch(loss: Any, size: int) -> None:
     model, b = mlp(), batch(7)
     [got] = grads_at_step([b], model, loss=loss, size=size)
@@ -125,11 +124,7 @@ def token_loss(pred: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(pred.flatten(0, 1), y.flatten(), ignore_index=PAD)
 
 
-@pytest.mark.parametrize(
-    'as_number',
-    [int, lambda count: count, lambda count: count.double()],
-    ids=['int', 'tensor', 'fp64'],
-)
+@pytest.mark.parametrize('as_number', [int, lambda count: count], ids=['int', 'tensor'])
 def test_a_mean_over_tokens_needs_and_gets_weight_func(as_number: Callable[[Tensor], Any]) -> None:
     model, b = mlp(VOCAB), tokens()
     expected = plain(model, token_loss, b)
@@ -146,44 +141,6 @@ def test_a_mean_over_tokens_needs_and_gets_weight_func(as_number: Callable[[Tens
     assert not close(unweighted, expected)
     [of_samples] = grads_at_step([b], model, loss=token_loss, size=2, weight_func='samples')
     assert close(of_samples, unweighted)
-
-
-def test_a_whole_fit_ends_at_the_same_weights() -> None:
-    ends = []
-    for size in (None, 2):
-        model = mlp()
-        learner([batch(7, seed=s) for s in range(4)], model, size=size, lr=0.1).fit(3)
-        ends.append([p.detach() for p in model.parameters()])
-    assert close(*ends)
-
-
-def test_batches_of_dicts_are_split_too() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, ids: Tensor, scale: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            logits = self.net(ids) * scale
-            return {'logits': logits, 'loss': F.mse_loss(logits, labels)}
-
-    model, (x, y) = Named(), batch(7)
-    b = {'ids': x, 'scale': torch.tensor(2.0, dtype=torch.float64), 'labels': y}
-    res: list[list[Tensor]] = []
-    read = Callback(
-        before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss])
-    )
-    Learner(
-        [b],
-        model,
-        opt_func=SGD,
-        lr=0.0,
-        cbs=[TrainEvalCallback, read],
-        default_cbs=False,
-        microbatch=3,
-    ).fit(1)
-    whole = model(**b)['loss']
-    assert close(res[0], [*torch.autograd.grad(whole, list(model.parameters())), whole.detach()])
 
 
 def test_a_loss_of_named_parts() -> None:
@@ -263,26 +220,13 @@ def test_validation_is_not_split() -> None:
     assert seen == {(True, 2): 3, (True, 1): 1, (False, 7): 1, (False, 5): 1}
 
 
-def test_per_sample_weights_travel_in_yb() -> None:
-    model, (x, y) = mlp(), batch(7)
-    w = torch.rand(7, dtype=torch.float64)
-    loss = lambda pred, y, w: ((pred - y).square().mean(1) * w).mean()
-
-    def attach(cb: Any) -> None:
-        cb.learn.yb = (*cb.yb, w)
-
-    [got] = grads_at_step([(x, y)], model, Callback(before_batch=attach), loss=loss)
-    assert close(got, plain(model, lambda pred, y: loss(pred, y, w), (x, y)))
-
-
-@pytest.mark.parametrize('event', ['before_backward', 'after_loss'])
-def test_a_callback_may_change_the_loss_of_a_piece(event: str) -> None:
+def test_a_callback_may_change_the_loss_of_a_piece() -> None:
     model, b = mlp(), batch(7)
 
     def twice(cb: Any) -> None:
         cb.learn.loss_grad = 2 * cb.loss_grad
 
-    [got] = grads_at_step([b], model, Callback(**{event: twice}))
+    [got] = grads_at_step([b], model, Callback(before_backward=twice))
     assert close(got[:-1], [2 * g for g in plain(model, F.mse_loss, b)[:-1]])
 
 
@@ -342,8 +286,7 @@ def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
     assert close(got[1], plain(model, F.mse_loss, bs[3]))
 
 
-@pytest.mark.parametrize('event', ['after_loss', 'before_backward', 'after_backward'])
-def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> None:
+def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded() -> None:
     model, bs = mlp(), [batch(7, seed=s) for s in range(3)]
     seen: list[int] = []
 
@@ -352,7 +295,7 @@ def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> No
         if cb.iter == 1 and seen.count(1) == 2:
             raise CancelBatchException
 
-    learn = learner(bs, model, Recorder(), Callback(**{event: cancel}))
+    learn = learner(bs, model, Recorder(), Callback(after_loss=cancel))
     learn.logger = print
     learn.fit(1)
     losses = [F.mse_loss(model(x), y).item() for x, y in (bs[0], bs[2])]
@@ -374,27 +317,3 @@ def test_a_training_metric_sees_every_sample() -> None:
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
     assert learn.history[0]['mse'] == pytest.approx(F.mse_loss(pred, y).item(), abs=1e-10)
     assert learn.history[0]['mae'] == pytest.approx(F.l1_loss(pred, y).item(), abs=1e-10)
-
-
-def test_a_torchmetrics_object_in_training_sees_every_sample() -> None:
-    torchmetrics = pytest.importorskip('torchmetrics')
-    model = mlp(3)
-    bs = [(batch(7)[0], torch.randint(3, (7,))), (batch(5, seed=3)[0], torch.randint(3, (5,)))]
-    loss = nn.CrossEntropyLoss()
-    metrics = [torchmetrics.classification.MulticlassF1Score(3), accuracy]
-    learn = learner(
-        bs, model, Recorder(train_metrics=True, valid_metrics=False), loss=loss, metrics=metrics
-    )
-    learn.logger = print
-    learn.fit(1)
-    pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
-    whole = torchmetrics.classification.MulticlassF1Score(3)(pred, y)
-    assert learn.history[0]['multiclass_f1_score'] == pytest.approx(whole.item(), abs=1e-6)
-    expected = (pred.argmax(1) == y).double().mean().item()
-    assert learn.history[0]['accuracy'] == pytest.approx(expected, abs=1e-6)
-
-
-def test_counters_count_batches_and_samples_not_pieces() -> None:
-    learn = learner([batch(7), batch(4)], mlp(), size=2)
-    learn.fit(2)
-    assert learn.train_iter == 4 and (learn.time.ba, learn.time.st, learn.time.sp) == (4, 4, 22)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import SAM, Callback, DataLoaders, FitError, Learner, mse
-from learnkit.metrics import AvgMetric
+from learnkit import SAM, Callback, DataLoaders, FitError, Learner
 
 
 class Hungry(nn.Module):
@@ -100,15 +99,6 @@ def test_batch_norm_statistics_are_restored_and_inexactness_is_reported() -> Non
         found.model.state_dict().values(), fixed.model.state_dict().values(), strict=True
     ):
         assert torch.equal(a, b)
-
-
-def test_training_metrics_count_each_sample_once() -> None:
-    metrics = lambda: AvgMetric(mse, on='train')
-    found = learner(Hungry(fits=5), metrics=metrics())
-    whole = learner(Hungry(fits=16), None, metrics=metrics())
-    for learn in (found, whole):
-        learn.fit(1)
-    assert found.history[0]['train_mse'] == pytest.approx(whole.history[0]['train_mse'], abs=1e-12)
 
 
 def test_pending_gradients_survive() -> None:

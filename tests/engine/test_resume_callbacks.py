@@ -14,12 +14,9 @@ from learnkit.callbacks import (
     FixedStopper,
     LoadWeights,
     SaveModelCallback,
-    SpeedMonitor,
-    SystemMonitor,
-    TrackerCallback,
 )
 from learnkit.checkpoint.compare import differences
-from learnkit.core.errors import MetricError, WeightsError
+from learnkit.core.errors import WeightsError
 from learnkit.engine.portable_paths import from_portable_path
 from learnkit.testing import synth_learner
 from tests.helpers.every_callback import learner
@@ -77,26 +74,6 @@ def test_a_stopper_counts_from_the_checkpoint(tmp_path: Path) -> None:
     assert learn.time.ba == 8 and len(learn.history) == 2
 
 
-def test_a_tracker_finds_its_column_in_the_history_to_come(tmp_path: Path) -> None:
-    def measure(cb: Callback) -> None:
-        cb.learn.log('extra', cb.learn.time.ba)
-
-    first = Callback(after_batch=measure)
-    first.run_valid = False
-
-    def fit(learn: Learner, resume: Any) -> None:
-        if resume is False:
-            learn.fit(1)
-        learn.fit(2, cbs=TrackerCallback('extra', comp='greater'), resume=resume)
-
-    make = lambda: learner(tmp_path, Callback(after_batch=measure))
-    check_every_place(make, fit, lambda kept: kept[6:9])
-    _, kept = train_without_stop(lambda: learner(tmp_path, Callback(after_batch=measure)), fit)
-    learn = learner(tmp_path, Callback(after_batch=measure))
-    with pytest.raises(MetricError, match='no such value'):
-        learn.fit(2, cbs=TrackerCallback('extras'), resume=kept[6])
-
-
 def test_weights_are_loaded_once(tmp_path: Path) -> None:
     learn = learner(tmp_path, Checkpoint(folder=tmp_path / 'c', background=False, keep_last=None))
     learn.fit(1)
@@ -126,11 +103,6 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
     assert loaded == [0, 4]  # and at the next epoch
     with pytest.raises(WeightsError, match='there is no file'):
         learner(tmp_path, LoadWeights('other', 'before_epoch')).fit(2, resume=kept[0])
-
-
-def test_values_of_the_machine_are_not_compared() -> None:
-    learn = synth_learner(cbs=[SpeedMonitor(every='1ba'), SystemMonitor(every='1ba')])
-    assert learn.check_resume()
 
 
 def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnkit import OptimWrapper
 from learnkit.optim.hyperparams import can_fuse
 from learnkit.optim.optimizers import Adam
-from tests.helpers.optimizing import learner, net, weights, weights_after
+from tests.helpers.optimizing import weights, weights_after
 
 
 def test_adam_is_fused_and_differs_by_rounding() -> None:
@@ -76,12 +76,3 @@ def test_a_change_of_layout_costs_no_digits(opt_func: Any, what: str) -> None:
         return p.detach()
 
     assert torch.allclose(run(True), run(False), rtol=0, atol=1e-14)
-
-
-def test_accumulated_pieces_go_with_the_fused_step() -> None:
-    ends = []
-    for fused in (True, False):
-        learn = learner(model := net(), opt_func=partial(Adam, fused=fused), microbatch=3)
-        learn.fit(2)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(*ends, rtol=0, atol=1e-12)

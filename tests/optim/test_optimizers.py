@@ -105,24 +105,6 @@ def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
     assert dict(opt.hypers[0]) == {'lr': 0.1, 'mom': 0.5, 'sqr_mom': 0.9, 'wd': 0.2, 'eps': 1e-3}
 
 
-def test_radam_is_its_formula() -> None:
-    "Follow Liu et al., algorithm 2, with eps placed as in torch."
-    w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
-    opt = RAdam([w], lr=0.1, sqr_mom=0.9, wd=0.05)
-    x, m, v, limit = 3.0, 0.0, 0.0, 2 / (1 - 0.9) - 1
-    for t in range(1, 9):
-        g = (-1.5) ** t
-        w.grad = torch.tensor([g], dtype=torch.float64)
-        opt.step()
-        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
-        x, step, rho = x * (1 - 0.1 * 0.05), m / (1 - 0.9**t), limit - 2 * t * 0.9**t / (1 - 0.9**t)
-        if rho > 5:
-            r = ((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)) ** 0.5
-            step *= r * (1 - 0.9**t) ** 0.5 / (v**0.5 + 1e-5)
-        x -= 0.1 * step
-        assert w.item() == pytest.approx(x, abs=1e-12)
-
-
 def test_lookahead_is_its_formula() -> None:
     w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     opt = Lookahead(SGD([w], lr=0.1), k=3, alpha=0.25)
@@ -349,22 +331,16 @@ class Tied(nn.Module):
     ('model', 'options', 'text'),
     [
         (net, {'lr': -0.1}, r'lr=-0\.1: give a number, 0 or more'),
-        (net, {'lr': float('nan')}, 'lr=nan'),
         (net, {'lr': 'fast'}, "lr='fast': give a number"),
-        (net, {'lr': [0.1, -1.0]}, r'lr=-1\.0'),
         (net, {'lr': slice(None)}, r'slice\(lowest, highest\)'),
-        (net, {'lr': slice(-1e-3, 1e-2)}, 'above 0'),
         (net, {'lr': [1.0, 2.0, 3.0], 'splitter': halves}, 'lr: 3 values for 2 param groups'),
         (net, {'opt_func': nn.Linear}, r'Linear is not a torch\.optim\.Optimizer'),
-        (net, {'opt_func': partial(nn.Linear, 3)}, 'Linear is no'),
-        (net, {'opt_func': 'adam'}, "'adam' cannot be called"),
         (
             net,
             {'opt_func': partial(OptimWrapper, opt=torch.optim.Adam, momm=1)},
             'Adam does not take `momm`.*`mom`',
         ),
         (net, {'opt_func': partial(RAdam, beta=0.5)}, 'no SAdam'),
-        (net, {'wd': -1.0}, r'wd=-1\.0'),
         (net, {'opt_func': lambda p, lr: Lookahead(SGD(p, lr), k=0)}, 'k=0: give a whole number'),
         (net, {'opt_func': partial(ranger, alpha=2.0)}, 'alpha=2.0: give a share'),
         (
@@ -409,14 +385,3 @@ def test_what_no_installed_library_has_is_refused_with_what_to_use(
             MissingExtraError, match=rf'{make.__name__}.*pip install pytorch_optimizer;.*`Adam`'
         ):
             make(weights(), lr=0.1)
-
-
-def test_a_function_that_takes_the_model_gets_it() -> None:
-    seen = []
-
-    def make(params: Any, lr: float, model: Any) -> Any:
-        seen.append(model)
-        return SGD(params, lr)
-
-    learner(model := net(), opt_func=make).fit(1)
-    assert seen == [model]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -148,20 +147,6 @@ def test_groups_are_the_splitters_and_freeze_as_such() -> None:
     learn.fit(1)
     expected = ['head.weight', 'head.bias']
     assert [n for n, p in model.named_parameters() if not torch.equal(p, before[n])] == expected
-
-
-def test_training_resumes_from_a_state_as_if_it_had_not_stopped() -> None:
-    learn = learner(model := Net())
-    learn.fit(1)
-    saved, there = deepcopy((learn.opt.state_dict(), model.state_dict()))
-    assert set(saved) == {'adamw', 'muon'}
-    learn.fit(1)
-    other = learner(second := Net())
-    second.load_state_dict(there)
-    other.create_opt()
-    other.opt.load_state_dict(saved)
-    other.fit(1)
-    assert same(model, [p.detach() for p in second.parameters()])
 
 
 def test_which_matrices_are_hidden() -> None:

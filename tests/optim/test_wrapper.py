@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from learnkit import (
     SGD,
-    Adam,
     Callback,
     CancelStepException,
     Learner,
@@ -69,18 +68,6 @@ def test_sgd_with_decoupled_decay_is_its_formula() -> None:
         assert torch.allclose(w, expected, rtol=0, atol=1e-14)
     assert idle.item() == 5  # without a gradient nothing moves
     assert opt.hypers[0]['wd'] == 0.2
-
-
-def test_adam_is_its_formula() -> None:
-    w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
-    opt = Adam([w], lr=0.1, wd=0.05)
-    x, m, v = 3.0, 0.0, 0.0
-    for t, g in enumerate([1.0, -2.0, 0.5], 1):
-        w.grad = torch.tensor([g], dtype=torch.float64)
-        opt.step()
-        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-        x = x * (1 - 0.1 * 0.05) - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)) ** 0.5 + 1e-5)
-        assert w.item() == pytest.approx(x, abs=1e-12)
 
 
 def test_hooks_of_a_decoupled_step_run_once() -> None:
@@ -311,31 +298,6 @@ def test_the_default_rate_and_optimizer() -> None:
     assert dict(learn.opt.hypers[0]) == expected
 
 
-@pytest.mark.parametrize(
-    'opt_func', [partial(SGD, lr=0.25), partial(OptimWrapper, opt=torch.optim.Adam, lr=0.25)]
-)
-def test_a_rate_inside_the_partial_wins(opt_func: Any) -> None:
-    used = []
-    watcher = Callback(before_step=lambda cb: used.append(cb.opt.hypers[0]['lr']))
-    learn = learner(net(), watcher, opt_func=opt_func, lr=1e-3)
-    learn.fit(1)
-    assert set(used) == {0.25} and learn.lr == 0.25
-    learn.fit(1, lr=0.5)
-    assert set(used) == {0.25, 0.5}
-
-
-@pytest.mark.parametrize('opt_func', [SGD, torch.optim.Adam])
-def test_the_rate_may_be_a_tensor(opt_func: Any) -> None:
-    ends = []
-    for lr in (torch.tensor(0.125), 0.125):
-        learn = learner(model := net(), Recorder(), opt_func=opt_func, lr=lr)
-        learn.logger = print
-        learn.fit(2)
-        assert learn.recorder.lrs == [0.125] * 10 and float(learn.lr) == 0.125
-        ends.append(weights(model))
-    assert same(*ends, tol=1e-6)
-
-
 def test_a_user_factory_brings_its_rate_once() -> None:
     learn = learner(net(), opt_func=lambda params, lr: torch.optim.SGD(params, lr=lr * 10), lr=0.01)
     for _ in range(3):
@@ -376,19 +338,6 @@ def test_torchs_schedulers_take_it() -> None:
     learn.add_cb(Callback(after_step=lambda cb: scheduler.step()))
     learn.fit(1)
     assert rates == pytest.approx([0.1 * 0.5**i for i in range(5)])
-
-
-def test_fit_clears_gradients_on_entry() -> None:
-    ends = []
-    for stale in (False, True):
-        learn = learner(model := net())
-        if stale:
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-        learn.fit(1)
-        ends.append(weights(model))
-        assert all(p.grad is None for p in model.parameters())
-    assert same(*ends)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from learnkit import (
     SGD,
     Adam,
     Callback,
-    DataLoaders,
     Learner,
     ModelError,
     OptimizerError,
@@ -155,21 +154,6 @@ def test_what_was_frozen_by_hand_stays_so_with_the_default_splitter() -> None:
     learn = Learner(data(), model, nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
     learn.unfreeze()
     assert trained(learn) == [*MIDDLE, *HEAD] == moved(learn)
-
-
-def test_a_splitter_that_names_what_was_frozen_by_hand_unfreezes_it_as_in_fastai() -> None:
-    learn = learner()
-    learn.model[0].requires_grad_(False)
-    learn.unfreeze()
-    assert trained(learn) == ALL
-
-
-def test_freezing_after_the_model_was_replaced_concerns_the_new_one() -> None:
-    learn = learner(train_bn=False)
-    learn.fit(1)
-    learn.model = net()
-    learn.freeze()
-    assert trained(learn) == HEAD == moved(learn)
 
 
 def test_an_optimizer_that_was_assigned_can_be_frozen() -> None:

@@ -72,14 +72,6 @@ def test_a_list_or_dict_of_optimizers_steps_them_all(form: Any) -> None:
         assert isinstance(learn.opt['head'], torch.optim.Adam)
 
 
-def test_each_keeps_the_rate_it_was_made_with() -> None:
-    model = net()
-    learn = learner(model, lambda params, lr: pair(model, lr, lr / 10))
-    learn.fit(2)
-    assert same(weights(model), pair_by_hand(lr=0.1, head_lr=0.01))
-    assert [h['lr'] for h in learn.opt.hypers] == [0.1, 0.01]
-
-
 def test_hypers_reach_every_optimizer_by_fastais_names() -> None:
     model = net()
     learn = learner(model, lambda params, lr: pair(model, lr))

@@ -90,16 +90,6 @@ def test_a_step_that_was_replaced_is_taken_as_it_is() -> None:
     assert len(seen) == 3
 
 
-def test_a_scheduler_counts_the_steps() -> None:
-    "The scheduler replaces `step`, and warns (an error here) if it steps before the optimizer."
-    p = parameter()
-    opt = torch.optim.SGD([p], 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
-    take_steps(p, OptimWrapper(opt=opt))
-    scheduler.step()
-    assert opt.param_groups[0]['lr'] == pytest.approx(0.01)
-
-
 def test_a_step_wrapped_by_a_subclass_is_taken() -> None:
     "`functools.wraps` copies torch's mark and points past the wrapper."
     taken: list[int] = []
