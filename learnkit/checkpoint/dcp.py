@@ -147,11 +147,13 @@ class Writers:
         files: dict[str, Any] = {}
         for described in self.world.gather({path.name: describe_file(path) for path in own}):
             files |= described
-        self.world.run_on_all(lambda: self.world.is_first and self._check_files(folder, files))
+        self.world.run_on_all(lambda: self._check_files(folder, files))
         return files
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
-        "Raise `CheckpointError` unless this rank, the first, sees the files of all ranks."
+        "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
+        if not self.world.is_first:
+            return
         flush_folder(folder)
         missing = [
             name for name, (size, _) in files.items() if not file_has_size(folder / name, size)
@@ -212,10 +214,10 @@ def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[s
     for name in names:
         described = metadata.state_dict_metadata[name]
         size, dtype = described.size, described.properties.dtype
-        is_full = mesh is None
-        tensors[name] = (
-            torch.empty(size, dtype=dtype) if is_full else empty_on_host([*size], dtype, mesh)
-        )
+        if mesh is None:
+            tensors[name] = torch.empty(size, dtype=dtype)
+        else:
+            tensors[name] = empty_on_host([*size], dtype, mesh)
     # not by torch's `load`, which would run any pickle in `.metadata`
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -419,9 +419,9 @@ def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> N
     modules = dict(bare_model(model).named_modules())
     for place, value in buffers.items():
         path, _, name = place.rpartition('.')
-        module = modules.get(path)
-        if not hasattr(module, name):
+        if path not in modules or not hasattr(modules[path], name):
             continue
+        module = modules[path]
         buffer = getattr(module, name)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
             setattr(module, name, value.to(model_device(module, None), copy=True))

@@ -89,7 +89,7 @@ class Comm:
         "Return the value of rank 0 on every rank."
         if self.size == 1:
             return value
-        values = [pack(value) if self.is_first else None]
+        values: list[Any] = [pack(value) if self.is_first else None]
         dist.broadcast_object_list(values, group_src=0, group=self.control)
         return value if self.is_first else unpack(values[0])
 
@@ -314,7 +314,8 @@ def pack(value: Any) -> tuple[bytes, bytes]:
 
 def unpack(data: tuple[bytes, bytes]) -> Any:
     "Load a value that another rank of this job has packed, with tensors on the CPU."
-    return read_value(*map(BytesIO, data))
+    pickled, tensors = data
+    return read_value(BytesIO(pickled), BytesIO(tensors))
 
 
 def launched_as(

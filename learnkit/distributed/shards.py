@@ -297,7 +297,7 @@ class ShardSampler:
         per_round = self.spec.per_round
         sizes = _compute_sizes(self.source, self.spec)
         n_lists = N_ROUNDS * per_round
-        drawn = [None] * n_lists
+        drawn: list[Any] = [None] * n_lists
         while len(drawn) == n_lists:
             with self.order:
                 drawn = list(islice(lists, n_lists))
