@@ -16,6 +16,7 @@ from learnkit.core.batch import count_samples, find_bs, form_of, to_device
 from learnkit.core.errors import BatchError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device, takes_batches, whole_batch
+from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback, declared
 from learnkit.interop.composer_time import ComposerTime
@@ -450,6 +451,56 @@ class ComposerState:
             'world_size': self.learn.world.size,
             'device_train_microbatch_size': self.device_train_microbatch_size,
         }
+
+    def load_model_state(
+        self,
+        state_dict: Mapping[str, Any],  # `state` of a Composer checkpoint
+        logger: Any = None,  # unused
+        strict: bool = True,  # whether all names must match
+        **_: Any,  # options of Composer for algorithms
+    ) -> None:
+        "Load the model's weights from a Composer checkpoint."
+        self.model.load_state_dict(state_dict['model'], strict)
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],  # `state` of a Composer checkpoint
+        logger: Any = None,  # unused
+        strict: bool = False,  # whether all names must match
+        **_: Any,  # options of Composer for algorithms
+    ) -> None:
+        """Load weights, optimizers, callbacks' states and counts, without the position in the epoch.
+
+        Optimizers are loaded only if they exist, that is, after the first fit has started.
+        """
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        self.load_model_state(state, logger, strict)
+        for opt in self.optimizers:
+            own = state.get('optimizers', {}).get(type(opt).__qualname__)
+            if own is not None:
+                set_optimizer_state_dict(self.model, opt, own)
+        for cb in self.callbacks:
+            own = state.get('callbacks', {}).get(type(cb).__qualname__)
+            if own and hasattr(cb, 'load_state_dict'):
+                cb.load_state_dict(own)
+        counts = state.get('timestamp', {}).get('Timestamp')
+        if counts:
+            self._load_counts(counts)
+
+    def _load_counts(self, counts: Mapping[str, Any]) -> None:
+        "Set the Learner's counters; warn if the checkpoint was taken within an epoch."
+        counters = self.learn.counters
+        counters.epochs = counts['epoch']
+        counters.batches = counts['batch']
+        counters.samples = counts['sample']
+        counters.tokens = counts['token']
+        counters.iterations = counts.get('iteration', 0)
+        if counts['batch_in_epoch']:
+            warn_user(
+                f'The checkpoint was taken after batch {counts["batch_in_epoch"]} of an epoch. The '
+                'fit begins with a whole epoch: to resume at a batch, use `Checkpoint`.'
+            )
 
 
 def _states_by_class(cbs: list[Any]) -> dict[str, Any]:

@@ -119,16 +119,6 @@ def test_a_traced_training_gives_the_same_numbers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
-def test_trace_ends_when_the_training_fails() -> None:
-    def fail(cb: Any) -> None:
-        raise ValueError
-
-    learn = learner(cbs=Callback(after_loss=fail))
-    with pytest.raises(ValueError), learn.trace() as changes:
-        learn.fit(1)
-    assert learn.tables is learn.callbacks.tables and repr(changes)
-
-
 def test_metric_names_lists_each_once_with_its_meaning() -> None:
     learn = learner(cbs=[OptimizerMonitor(every='1ba'), LRMonitor(every='1ba')])
     before = learn.metric_names()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from fastcore.basics import noop
 
 from learnkit import DataLoaders, Learner
 from learnkit.interop import from_composer
-from learnkit.interop.composer_time import Event
 from learnkit.testing import RegModel
 
 ONE_PIECE = (
@@ -137,26 +132,3 @@ def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
         'predict_batch_start predict_before_forward predict_after_forward predict_batch_end'.split()
     )
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
-
-
-def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # as the package's: no str
-    events = Enum('Event', {e.name: e.value for e in Event})  # type: ignore[misc]
-    time = SimpleNamespace(
-        Time=lambda value, unit: (value, unit.value),
-        TimeUnit=Enum('TimeUnit', {'EPOCH': 'ep'}),
-        Timestamp=lambda **counts: SimpleNamespace(**counts),
-    )
-    monkeypatch.setitem(sys.modules, 'composer.core.event', SimpleNamespace(Event=events))
-    monkeypatch.setitem(sys.modules, 'composer.core.time', time)
-    got: list[Any] = []
-
-    def run_event(self: Any, event: Any, state: Any, logger: Any) -> None:
-        if event is events.EPOCH_END:
-            got.append((state.max_duration, state.timestamp.epoch, state.timestamp.batch))
-
-    own = type('Own', (), {'run_event': run_event, '__module__': 'composer.callbacks.own'})
-    learner(own()).fit(1)
-    assert got == [((1, 'ep'), 1, 3)]

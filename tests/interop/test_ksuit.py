@@ -118,35 +118,6 @@ class Progress(Base):
 # -- what hooks are given --------------------------------------------------------------------------
 
 
-def test_results_of_batches_are_joined_by_their_kind() -> None:
-    class Pass:
-        every_n_epochs, dataset_key = 1, 'day'
-
-        def __init__(self, result: Any) -> None:
-            self.result = result
-
-        def process_data(self, batch: Any, *, trainer_model: Any) -> Any:
-            return self.result
-
-        def process_results(self, results: Any, **_: Any) -> None:
-            self.got = results
-
-    cbs = [
-        Pass(r)
-        for r in (
-            2.0,
-            None,
-            torch.tensor(1),
-            {'a': torch.ones(3)},
-            (torch.ones(1, 2), torch.zeros(1)),
-        )
-    ]
-    learner(*cbs).fit(1)
-    a, b, c, d, (e, f) = (cb.got for cb in cbs)
-    assert a.tolist() == [2.0, 2.0] and b is None and c.tolist() == [1, 1] and d['a'].shape == (6,)
-    assert e.shape == (2, 2) and f.tolist() == [0.0, 0.0]
-
-
 def test_order_and_number_of_hooks() -> None:
     names: list[str] = []
     hooks = (

@@ -158,16 +158,12 @@ def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
     alone = make()
     for b in data:
         alone.accumulate(b)
+    theirs = alone.metric.waiting
     for _, m in of_all(make, data, 3):
-        waiting = (
-            [torch.cat(ts) for ts in zip(*m.metric.waiting, strict=True)]
-            if m.metric.__dict__.get('waiting')
-            else [torch.cat(list(m.metric.metric.preds)), torch.cat(list(m.metric.metric.target))]
-        )
-        theirs = alone.metric.waiting
-        if theirs:
-            for a, b in zip(waiting, zip(*theirs, strict=True), strict=True):
-                assert torch.equal(a, torch.cat(b))
+        for a, b in zip(
+            zip(*m.metric.waiting, strict=True), zip(*theirs, strict=True), strict=True
+        ):
+            assert torch.equal(torch.cat(a), torch.cat(b))
     assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
 
 
@@ -263,10 +259,6 @@ class Counter:
 
     def compute(self) -> int:
         return self.n
-
-
-class SummedCounter(Counter):
-    sum_reduced = ('n',)
 
 
 @pytest.mark.parametrize('metric', [Silent(), Peak(M.mse), {'x': Silent()}, Counter()])
