@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,10 +150,6 @@ def test_a_loader_that_became_empty(name: str) -> None:
     refuses(learn, EmptyLoaderError, f"'{name}'", 'no batches')
     batches[name].append((X, Y))
     trains(learn)
-
-
-def nothing() -> Iterator[Any]:
-    yield from ()
 
 
 @pytest.mark.parametrize(
