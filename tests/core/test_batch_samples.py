@@ -352,15 +352,6 @@ def test_tta_averages_tensors_and_refuses_boxes() -> None:
         torch.testing.assert_close(p, (a + b) / 2)
 
 
-def test_lists_of_samples_are_shown() -> None:
-    learn = detection(5, 4)
-    table = learn.dls.show_batch(max_n=3)
-    assert len(table.columns['x']) == len(table.columns['target']) == 3
-    same = [(torch.rand(3, 8, 8), {'boxes': torch.zeros(2, 4)}) for _ in range(5)]
-    axes = DataLoaders([as_tuples(same)]).show_batch(max_n=4)
-    assert len(axes) == 4
-
-
 def test_shares_of_batches_of_images() -> None:
     batches = [as_tuples(scenes(7)), as_tuples(scenes(3))]
     values: list[list[float]] = [[], []]

@@ -187,21 +187,6 @@ def test_a_batch_without_targets(batch: Any) -> None:
     trains(learn)
 
 
-@pytest.mark.parametrize('batch', [(), [], {}])
-def test_an_empty_batch(batch: Any) -> None:
-    learn = make(dls=DataLoaders([batch], None, device='cpu'))
-    refuses(learn, BatchError, 'empty batch')
-    learn.dls = DataLoaders([(X, Y)], None, device='cpu')
-    trains(learn)
-
-
-def test_an_n_inp_that_does_not_fit() -> None:
-    learn = make(dls=DataLoaders([(X, Y)], None, n_inp=3, device='cpu'))
-    refuses(learn, BatchError, 'n_inp=3', '2 entries', 'from 1 to 2')
-    learn.dls.n_inp = 1
-    trains(learn)
-
-
 # -- callbacks and events --------------------------------------------------------------------------
 
 
@@ -375,19 +360,6 @@ def test_rates_that_are_too_many_or_too_few(lr: Any) -> None:
 def test_an_invalid_number_of_epochs_is_refused(n: Any) -> None:
     learn = make()
     refuses(learn, FitError, 'n_epoch', 'whole number', '0 or more', do=lambda learn: learn.fit(n))
-    trains(learn)
-
-
-@pytest.mark.parametrize(
-    ('start', 'expected_text'),
-    [
-        (-1, 'start_epoch'),
-        (3, 'past n_epoch=2'),
-    ],
-)
-def test_an_invalid_first_epoch_is_refused(start: Any, expected_text: str) -> None:
-    learn = make()
-    refuses(learn, FitError, expected_text, do=lambda learn: learn.fit(2, start_epoch=start))
     trains(learn)
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -280,17 +279,6 @@ def test_crossings_count_the_multiples(start: int, length: int, every: int, unit
     before, after = Timestamp(**{unit: start}), Timestamp(**{unit: start + length})
     expected = sum(1 for i in range(start + 1, start + length + 1) if i % every == 0)
     assert count_crossings(before, after, Time(every, unit)) == expected
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=10).map(sorted), st.floats(1e-3, 1e4))
-def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
-    stamps, interval = [Timestamp(sec=p) for p in points], Time(every, 'sec')
-    parts = [count_crossings(a, b, interval) for a, b in pairwise(stamps)]
-    assert sum(parts) == count_crossings(stamps[0], stamps[-1], interval) and min(parts) >= 0
-    expected = points[-1] / every
-    assert count_crossings(Timestamp(), stamps[-1], interval) == pytest.approx(
-        expected, abs=1 + 1e-6
-    )
 
 
 def test_crossings_that_cannot_be() -> None:
