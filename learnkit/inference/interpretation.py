@@ -296,9 +296,7 @@ class ClassificationInterpretation(Interpretation):
         image = ax.imshow(shares, cmap=cmap, norm=colors.PowerNorm(0.5, 0, 1))
         tick_step = -(-n // MAX_LABELED_CLASSES)
         names = [shorten(name, 20) for name in self.vocab][::tick_step]
-        # rotate names that are wider than a column, given the width of the same names at the left
-        is_rotated = max(map(len, names)) > max(37 // (n + 1), 3)
-        ax.set_xticks(range(0, n, tick_step), names, rotation=90 if is_rotated else 0)
+        ax.set_xticks(range(0, n, tick_step), names, rotation=90 if max(map(len, names)) > 3 else 0)
         ax.set_yticks(range(0, n, tick_step), names)
         ax.set(title=title, xlabel='predicted', ylabel='actual')
         ax.grid(False)
@@ -315,9 +313,9 @@ class ClassificationInterpretation(Interpretation):
         "Return the pairs of classes that were confused."
         matrix = self.confusion_matrix()
         pairs = [
-            (self.vocab[i], self.vocab[j], int(matrix[i, j]))
-            for i, j in zip(*matrix.nonzero(), strict=True)
-            if i != j and matrix[i, j] >= min_val
+            (self.vocab[i], self.vocab[j], int(count))
+            for (i, j), count in np.ndenumerate(matrix)
+            if i != j and count >= max(min_val, 1)
         ]
         return sorted(pairs, key=lambda pair: -pair[2])
 
@@ -339,25 +337,14 @@ class ClassificationInterpretation(Interpretation):
 
 
 def _write_cells(image: Any, numbers: Any, spec: str) -> None:
-    "Write numbers into the cells of an image, in black or white by the background; zeros are faint."
-    n = len(numbers)
-    small_size = 8 if n <= 20 else 6
-    size = 10 if n <= 12 else small_size
-    colors = image.cmap(image.norm(image.get_array()))
+    "Write numbers into the cells of an image, in white on dark cells."
+    size = 10 if len(numbers) <= 12 else 6
+    shades = image.norm(image.get_array())
     for (i, j), value in np.ndenumerate(numbers):
-        if np.isnan(value):
-            continue
-        is_dark = colors[i, j, :3] @ (0.299, 0.587, 0.114) < 0.5
-        image.axes.text(
-            j,
-            i,
-            format(value, spec) if value else '0',
-            ha='center',
-            va='center',
-            fontsize=size,
-            color='white' if is_dark else 'black',
-            alpha=1 if value else 0.35,
-        )
+        if not np.isnan(value):
+            color = 'white' if shades[i, j] > 0.6 else 'black'
+            text = format(value, spec) if value else '0'
+            image.axes.text(j, i, text, ha='center', va='center', fontsize=size, color=color)
 
 
 def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,7 @@ class Moving:
     ('batch', 'n_inp', 'xb', 'yb'),
     [
         ((1, 2), None, (1,), (2,)),
-        ([1, 2], None, (1,), (2,)),
-        ((1, 2), 1, (1,), (2,)),
         ((1, 2), 2, (1, 2), ()),
-        ((1,), None, (1,), ()),
         ([1, 2, 3], None, (1, 2), (3,)),
         ([1, 2, 3], 1, (1,), (2, 3)),
         (Pair(1, 2), None, (1,), (2,)),
@@ -224,11 +221,6 @@ def test_concat_undoes_split(sizes: list[int], seed: int) -> None:
     assert torch.equal(joined['more'][1][0], x * 2)
 
 
-def test_concat_along_another_dimension() -> None:
-    a, b = torch.zeros(2, 1), torch.ones(2, 3)
-    assert concat([a, b], dim=1).shape == (2, 4) and concat([a, b], dim=-1).shape == (2, 4)
-
-
 def test_concat_lists_what_is_ragged() -> None:
     out = concat([torch.zeros(2, 3), torch.ones(1, 5), torch.tensor(2.0)])
     assert [tuple(t.shape) for t in out] == [(3,), (3,), (5,), ()]
@@ -302,14 +294,6 @@ def test_nested_inputs_are_cut_but_the_tuple_of_inputs_is_not() -> None:
     assert (
         batch.image.tolist() == [3] and batch.target[0].tolist() == [3] and isinstance(batch, Batch)
     )
-
-
-def test_microbatches_refuse() -> None:
-    with pytest.raises(BatchError, match='at least 1'):
-        microbatches((torch.zeros(2),), (), 0)
-    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
-    with pytest.raises(BatchError, match='PackedSequence'):
-        microbatches((packed,), (torch.zeros(2),), 1)
 
 
 # apply_model
@@ -484,13 +468,9 @@ def test_hugging_face_model_and_batch() -> None:
             {'input_ids': torch.zeros(8, 12, dtype=torch.int64), 'n': 3},
             "{'input_ids': Tensor[8, 12] int64, 'n': int}",
         ),
-        ([torch.tensor(True)], '[Tensor[] bool]'),
-        ((np.zeros(2),), '(ndarray[2] float64,)'),
         (['a'] * 64, '[64 x str]'),
         (Pair(1, 'a'), 'Pair(a=int, b=str)'),
         (Frozen(torch.zeros(1)), 'Frozen(x=Tensor[1] float32, name=str)'),
-        ((), '()'),
-        (None, 'NoneType'),
         ([torch.zeros(1)] * 9, '[' + 'Tensor[1] float32, ' * 8 + '...]'),
     ],
 )
@@ -503,17 +483,12 @@ def test_describe(batch: Any, text: str) -> None:
     [
         (Pair(1, [torch.eye(2)]), Pair(1, [torch.eye(2)]), True),
         (Pair(1, 2), (1, 2), False),
-        ({'a': 1, 'b': 2}, {'b': 2, 'a': 1}, True),
-        ({'a': 1}, OrderedDict(a=1), False),
         (Frozen(torch.ones(2)), Frozen(torch.ones(2)), True),
         (Frozen(torch.ones(2)), Frozen(torch.zeros(2)), False),
         (np.array(np.nan), np.array(np.nan), True),
         (np.array(1.0), 1.0, False),
-        (np.array(['a']), np.array(['b']), False),
         (torch.tensor([torch.nan, 1]), torch.tensor([torch.nan, 1]), True),
-        (torch.ones(2), torch.ones(1), False),
         ([1], [1, 2], False),
-        (None, None, True),
         ({1, 2}, {3}, True),  # of sets and other objects, only the types are compared
     ],
 )

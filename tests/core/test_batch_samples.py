@@ -122,14 +122,6 @@ def test_samples_that_are_not_counted_are_refused_where_they_are_asked_for(how: 
     assert (counted.time.sp, counted.time.ba) == (10, 2)
 
 
-def test_losses_of_samples_that_are_not_counted_are_refused() -> None:
-    learn = learner([(Opaque(5), torch.tensor(1.0))], OfOpaque(), loss_func=nn.MSELoss())
-    with pytest.raises(BatchError, match='size_func'):
-        learn.get_preds(dl=learn.dls.train, with_loss=True)
-    with pytest.raises(BatchError, match='size_func'):
-        next(iter(learn.predict_iter(dl=learn.dls.train, with_loss=True)))
-
-
 def test_every_counter_agrees_on_uneven_batches() -> None:
     n, seen = 22, []
     learn = detection(n=n, bs=4, cbs=Periodic('4sp', lambda cb: seen.append(cb.learn.time.sp)))
@@ -313,30 +305,6 @@ def test_streams_and_sinks_have_one_entry_a_sample(tmp_path: Path) -> None:
     assert [float(t['boxes'][0, 0]) for f in files for t in f['targs']] == [i / 9 for i in range(9)]
 
 
-class OfGraphs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(3, 1)
-
-    def forward(self, b: Graphs) -> Tensor:
-        return torch.stack([self.last(g).mean() for g in b.graphs])
-
-
-def test_predictions_on_graphs() -> None:
-    nodes = [torch.full((i + 1, 3), float(i)) for i in range(5)]
-    batches = [(Graphs(nodes[:3]), torch.arange(3.0)), (Graphs(nodes[3:]), torch.arange(3.0, 5.0))]
-    learn = Learner(DataLoaders(batches, batches), OfGraphs(), F.mse_loss)
-    learn.logger, learn.create_mbar = lambda row: None, False
-    inputs, preds, targets = learn.get_preds(with_input=True)
-    with torch.no_grad():
-        expected = [float(learn.model(Graphs([g]))) for g in nodes]
-    assert preds.tolist() == pytest.approx(expected)
-    assert targets.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert len(inputs) == 2
-    mean = sum((p - t) ** 2 for p, t in zip(expected, range(5), strict=True)) / 5
-    assert learn.validate()[0] == pytest.approx(mean, rel=1e-5)
-
-
 def test_batches_are_joined_by_their_sizes() -> None:
     pair = (torch.zeros(2), torch.ones(2))
     assert [t.tolist() for t in concat([pair, pair], sizes=[2, 2])] == [
@@ -382,15 +350,6 @@ def test_tta_averages_tensors_and_refuses_boxes() -> None:
         plain, moved = learn.model(xs), learn.model([x + 2.0 for x in xs])
     for p, a, b in zip(preds, plain, moved, strict=True):
         torch.testing.assert_close(p, (a + b) / 2)
-
-
-def test_lists_of_samples_are_shown() -> None:
-    learn = detection(5, 4)
-    table = learn.dls.show_batch(max_n=3)
-    assert len(table.columns['x']) == len(table.columns['target']) == 3
-    same = [(torch.rand(3, 8, 8), {'boxes': torch.zeros(2, 4)}) for _ in range(5)]
-    axes = DataLoaders([as_tuples(same)]).show_batch(max_n=4)
-    assert len(axes) == 4
 
 
 def test_shares_of_batches_of_images() -> None:

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 from learnkit import (
     SGD,
     Adam,
-    Callback,
     CutMix,
     DataLoaders,
     EarlyStoppingCallback,
@@ -208,21 +207,6 @@ def test_schedulers_of_torch_are_not_callbacks() -> None:
         assert use in message(
             make(), CallbackError, lambda learn, given=given: learn.fit(1, cbs=given)
         )
-
-
-def test_callbacks_show_the_options_that_were_changed() -> None:
-    class Mine(Callback):
-        def __init__(self, depth: int = 1, name_of_it: str = 'a', thing: Any = None) -> None:
-            self.depth, self.name_of_it, self.thing = depth, name_of_it, thing
-
-    assert repr(Mine()) == 'Mine'
-    assert repr(Mine(2, 'b', torch.zeros(3))) == "Mine(depth=2, name_of_it='b')"
-    found = repr(EarlyStoppingCallback(patience=3, min_delta=0.1))
-    assert found == 'EarlyStoppingCallback(min_delta=0.1, patience=3)'
-    found = repr(EarlyStoppingCallback(two_args.__get__(1)))
-    assert found == 'EarlyStoppingCallback(monitor=two_args)'
-    found = repr(ParamScheduler({'lr': SchedCos(1.0, 0.0)}))
-    assert found == "ParamScheduler({'lr': SchedCos(1.0, 0.0)})"
 
 
 # -- losses and metrics ----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,24 +16,14 @@ from learnkit import (
     BatchError,
     Callback,
     CancelBatchException,
-    CSVLogger,
-    DataLoaders,
-    EmptyLoaderError,
     FitError,
-    JSONLinesLogger,
     LearnkitError,
-    LoaderError,
     MetricError,
     OptimizerError,
     OptimWrapper,
-    OptionError,
-    TensorLoader,
     Time,
     TimeError,
-    find_bs,
-    load_learner,
 )
-from learnkit.core.batch import split_batch
 from learnkit.metrics import LossMetrics
 from learnkit.testing import synth_learner
 
@@ -75,25 +64,6 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
             OptimizerError,
             'opt=torch.optim.AdamW',
         ),
-        (lambda: split_batch({}), BatchError, 'Look at what the collate function returns'),
-        (lambda: split_batch(()), BatchError, 'it is (*inputs, target)'),
-        (
-            lambda: find_bs({'text': 'a b'}),
-            BatchError,
-            'size_func=f',
-        ),
-        (lambda: DataLoaders([]), EmptyLoaderError, 'are there samples in its data set?'),
-        (
-            lambda: DataLoaders(TensorLoader(torch.zeros(3), bs=4, drop_last=True)),
-            EmptyLoaderError,
-            'Lower the batch size',
-        ),
-        (lambda: DataLoaders(iter([])).one_batch(), EmptyLoaderError, 'Is it used up'),
-        (
-            lambda: TensorLoader(torch.zeros(3), torch.zeros(4)),
-            LoaderError,
-            'give one row a sample in each',
-        ),
         (lambda: synth_learner().fit(2, start_epoch=3), FitError, '`fit(3 + epochs to train)`'),
         (
             lambda: synth_learner().fit('10m', start_epoch=3),
@@ -110,22 +80,3 @@ def test_the_message_names_the_fix(
     with pytest.raises(error) as e:
         do()
     assert expected_text in str(e.value)
-
-
-def test_what_a_file_cannot_be_used_for(tmp_path: Path) -> None:
-    learn = synth_learner(path=tmp_path)
-    file = learn.save_learner('net.pth')
-    with pytest.raises(OptionError, match=r'nn\.Module itself'):
-        load_learner(file, model=3)  # type: ignore[arg-type]
-
-    for logger, text in (
-        (CSVLogger, 'epoch,loss\n0,1\n'),
-        (CSVLogger, 'step,loss\nx,1\n'),
-        (JSONLinesLogger, '{}\n'),
-    ):
-        (tmp_path / 'log.csv').write_text(text)
-        (tmp_path / 'log.jsonl').write_text(text)
-        with pytest.raises(OptionError, match=r'`fname`'):
-            synth_learner(
-                path=tmp_path, cbs=logger('log.csv' if logger is CSVLogger else 'log.jsonl')
-            ).fit(1)

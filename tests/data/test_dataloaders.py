@@ -262,18 +262,6 @@ def test_data_loaders_refuse(make: Callable[[], Any], error: type[Exception], te
         make()
 
 
-def test_repr_has_a_line_for_each_loader() -> None:
-    train = TensorLoader(X, Y, bs=4)
-    dls = DataLoaders(train, {'day': DataLoader(TensorDataset(X), batch_size=10)}, Endless())
-    assert repr(dls).splitlines() == [
-        'DataLoaders',
-        '  train: TensorLoader, 3 batches of 4',
-        '  day: DataLoader, 1 batch of 10',
-        '  other0: Endless, unknown length',
-    ]
-    assert repr(dls.train) == 'TensorLoader(10 samples, bs=4, shuffle=False)'
-
-
 # from_datasets, from_tensors
 
 
@@ -416,11 +404,6 @@ def test_in_order_keeps_samplers_that_choose() -> None:
     assert loader.sampler is weighted and targets(loader) == [0] * 7
     kept = DataLoader(ds, 4, sampler=weighted)
     assert make_unshuffled(kept) is kept
-
-
-def test_in_order_without_automatic_batching() -> None:
-    loader = make_unshuffled(DataLoader(TensorDataset(X, Y), batch_size=None, shuffle=True))
-    assert loader.batch_size is None and [int(y) for _, y in loader] == list(range(10))
 
 
 def test_in_order_returns_what_cannot_be_recreated() -> None:

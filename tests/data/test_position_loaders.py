@@ -55,7 +55,6 @@ TENSORS: dict[str, Callable[[int], TensorLoader]] = {
     'in order': lambda seed: Column(ROWS, bs=BS),
     'shuffle': lambda seed: Column(ROWS, bs=BS, shuffle=True),
     'seed': lambda seed: Column(ROWS, bs=BS, shuffle=True, seed=seed),
-    'drop_last': lambda seed: Column(ROWS, bs=BS, shuffle=True, drop_last=True),
     'names': lambda seed: Column({'x': ROWS}, bs=BS, shuffle=True),
     'global generator': lambda seed: Column(
         ROWS, bs=BS, shuffle=True, generator=torch.default_generator
@@ -300,19 +299,6 @@ def test_another_loader_is_refused_before_anything_changes(
             passes_after_resume(now, checkpoints[place])
 
 
-class Shrinking(Generating):
-    sizes = [7, 2]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor([i]) for i in range(Shrinking.sizes.pop(0)))
-
-
-def test_an_epoch_that_ends_before_the_batch() -> None:
-    checkpoint = run_without_stop(lambda seed: Shrinking(), 1)[1][0][3]
-    with pytest.raises(CheckpointError, match=r' 2 batches, .* 3'):
-        passes_after_resume(lambda seed: Shrinking(), checkpoint)
-
-
 @pytest.mark.parametrize('change', [{'n': 7}, {'n': -1}, {'loader': {}}])
 def test_what_is_not_a_position_is_refused(change: dict[str, Any]) -> None:
     dl = DataLoader(Items(), BS)
@@ -340,7 +326,6 @@ def test_generators_that_are_made_late_are_named() -> None:
         loader(batch_sampler=lambda seed: Eager()),
         loader(workers=2, shuffle=True, generator=seeded_generator),
         TENSORS['shuffle'],
-        TENSORS['drop_last'],
     ],
 )
 def test_indices_of_a_batch(make: Callable[[int], Any]) -> None:
@@ -354,22 +339,3 @@ def test_indices_of_a_batch(make: Callable[[int], Any]) -> None:
         assert drawing.indices(i) == expected
         assert digest_generators(dl) == before
     assert drawing.indices(99) is None
-
-
-def test_a_tensor_loader_that_shuffles_since_later_resumes_in_its_order() -> None:
-    "Without a generator, the loader draws its order from torch's global generator."
-
-    def make_loader() -> TensorLoader:
-        loader = TensorLoader(torch.arange(12), bs=2)
-        loader.shuffle = True
-        return loader
-
-    torch.manual_seed(3)
-    position = LoaderPosition(make_loader())
-    rows = position.begin()
-    batches = [next(rows)[0].tolist() for _ in range(2)]
-    state = position.state_dict(2)
-    batches += [x.tolist() for (x,) in rows]
-    torch.manual_seed(4)
-    resumed = LoaderPosition.resume(make_loader(), state)
-    assert [x.tolist() for (x,) in resumed.begin()] == batches[2:]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from learnkit import TensorLoader
 from learnkit.data import prefetch as readahead
@@ -84,14 +83,6 @@ def test_an_error_comes_with_the_batch_it_belongs_to(monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match='disk'):
         next(batches)
     assert list(read_ahead(type('Empty', (), {'__iter__': lambda self: iter(())})(), CUDA)) == []
-
-
-class Drawn(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
-ROWS = torch.arange(6)
 
 
 def test_a_position_is_after_the_batches_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:

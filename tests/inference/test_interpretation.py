@@ -16,7 +16,6 @@ from learnkit import ClassificationInterpretation, DataLoaders, Interpretation, 
 from learnkit.core.batch import are_equal
 from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.core.random import capture_rng
-from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from tests.helpers.libraries import require
 
@@ -99,13 +98,6 @@ def test_two_classes_of_a_single_score(
     torch.testing.assert_close(interp.losses, expected)
 
 
-def test_a_user_activation_gives_probabilities() -> None:
-    x, y = torch.randn(N), torch.randint(2, (N,)).float()
-    interp = interpret(x, y, nn.BCEWithLogitsLoss(), act=torch.sigmoid)
-    assert (interp.confusion_matrix() == skm.confusion_matrix(y, x > 0)).all()
-    torch.testing.assert_close(interp.preds, x.sigmoid())
-
-
 @pytest.mark.parametrize(
     ('loss', 'shape'),
     [
@@ -128,35 +120,6 @@ def test_classes_of_pixels_and_tokens_but_for_ignored_ones(
         == skm.confusion_matrix(y[kept], x.argmax(axis)[kept], labels=range(C))
     ).all()
     assert interp.losses.shape == (N,)
-
-
-def test_a_class_without_samples_and_one_that_only_a_name_has() -> None:
-    x, y = torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1])
-    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=['a', 'b', 'c', 'd'])
-    assert interp.confusion_matrix().tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [0, 0, 0, 0],
-        [0, 0, 0, 0],
-    ]
-    ax = interp.plot_confusion_matrix(normalize=True, norm_dec=1)
-    assert ax.images[0].get_array().tolist() == [
-        [1, 0, 0, 0],
-        [0.5, 0.5, 0, 0],
-        [0, 0, 0, 0],
-        [0, 0, 0, 0],
-    ]
-    texts = {(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in ax.texts}
-    assert texts == {
-        (0, 0): '1.0',
-        (0, 1): '0',
-        (0, 2): '0',
-        (0, 3): '0',
-        (1, 0): '0.5',
-        (1, 1): '0.5',
-        (1, 2): '0',
-        (1, 3): '0',
-    }
 
 
 def test_most_confused() -> None:
@@ -310,14 +273,3 @@ def test_what_has_no_classes_is_reported() -> None:
             interpret(x, x.softmax(1), loss_func)
     with pytest.raises(LoaderError, match='There is no validation loader'):
         Interpretation.from_learner(Learner([(x, y)], Own(), nn.CrossEntropyLoss()))
-
-
-def test_without_images_it_is_a_table() -> None:
-    x, y = scores()
-    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcd'])
-    table = interp.show_results([2, 0])
-    assert isinstance(table, Table) and len(table) == 2
-    assert table.columns['x[1]'] == x[[2, 0], 1].tolist()
-    assert table.columns['target'] == ['abcd'[c] for c in y[[2, 0]]]
-    assert table.columns['predicted'] == ['abcd'[c] for c in x.argmax(1)[[2, 0]]]
-    assert table.wrong == [k for k, i in enumerate((2, 0)) if x[i].argmax() != y[i]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,23 +89,6 @@ def test_validate_leaves_counters_history_and_optimizer_alone() -> None:
     assert len(learn.history) == 3
 
 
-def test_validate_without_a_loss_function_gives_the_metrics(xy: Any) -> None:
-    x, y = xy
-    dls = DataLoaders([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])])
-    learn = Learner(dls, nn.Linear(3, 2), metrics=[mae])
-    learn.remove_cb(learn.progress)
-    assert learn.validate()[-1] == pytest.approx(F.l1_loss(learn.model(x), y).item(), rel=1e-5)
-
-
-def test_a_validation_with_further_callbacks(xy: Any) -> None:
-    x, y = xy
-    learn = learner([(x, y)])
-    shift = Callback(before_batch=lambda cb: setattr(cb.learn, 'yb', (cb.y + 1,)))
-    expected = F.mse_loss(learn.model(x), y + 1).item()
-    assert learn.validate(cbs=shift)[0] == pytest.approx(expected, rel=1e-5)
-    assert learn.validate()[0] == pytest.approx(F.mse_loss(learn.model(x), y).item(), rel=1e-5)
-
-
 # get_preds
 
 LOADERS = {
@@ -125,13 +107,6 @@ def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> N
     for preds, targs in (learn.get_preds(), learn.get_preds(dl=make(x, y))):
         assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
         assert not preds.requires_grad and preds.device.type == 'cpu'
-
-
-def test_not_reordered_it_goes_by_the_loader(xy: Any) -> None:
-    learn = learner(TensorLoader(*xy, bs=4, shuffle=True, drop_last=True, seed=3))
-    preds, targs = learn.get_preds(reorder=False)
-    again = TensorLoader(*xy, bs=4, shuffle=True, drop_last=True, seed=3)
-    assert len(preds) == 12 and torch.equal(targs, torch.cat([y for _, y in again]))
 
 
 def test_dropout_is_off_and_predictions_do_not_move_the_training_order(xy: Any) -> None:
@@ -235,18 +210,6 @@ class Classes(nn.CrossEntropyLoss):
         return out.argmax(-1)
 
 
-def test_an_activation_is_applied(xy: Any) -> None:
-    x, y = xy[0], torch.randint(2, (N,))
-    learn = learner(TensorLoader(x, y, bs=4), loss=Classes())
-    raw = learn.model(x)
-    preds, targs, decoded = learn.get_preds(with_decoded=True)
-    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6)
-    assert torch.equal(decoded, raw.argmax(-1))
-    assert torch.equal(targs, y)
-    assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], raw.sigmoid(), atol=1e-6)
-    assert torch.allclose(learn.get_preds(act=lambda o: o)[0], raw, atol=1e-6)
-
-
 def test_batches_of_dicts(xy: Any) -> None:
     x, y = xy
 
@@ -298,15 +261,6 @@ def test_a_cancelled_batch_is_left_out(xy: Any) -> None:
     preds, targs = learner(TensorLoader(x, y, bs=4)).get_preds(cbs=Callback(before_pred=skip))
     keep = torch.tensor([*range(4), *range(8, N)])
     assert len(preds) == 9 and torch.equal(targs, y[keep])
-
-
-def test_batches_saved_one_by_one(xy: Any, tmp_path: Path) -> None:
-    x, y = xy
-    learn = learner(TensorLoader(x, y, bs=4))
-    preds, targs = learn.get_preds(save_preds=tmp_path, with_preds=False)
-    assert preds is None and torch.equal(targs, y)
-    saved = [torch.load(tmp_path / str(i)) for i in range(4)]
-    assert torch.allclose(torch.cat(saved), learn.model(x), atol=1e-6)
 
 
 def test_outputs_of_different_lengths_come_as_a_list_of_samples() -> None:

@@ -27,7 +27,6 @@ from torch.utils.data import (
 
 from learnkit import Callback, DataLoaders, Learner, TensorLoader
 from learnkit.core.errors import BatchError, OptionError
-from learnkit.testing import synth_learner
 from tests.helpers.fresh import output_of
 
 N = 13
@@ -172,15 +171,6 @@ def test_outputs_keep_their_structure_in_memory_and_in_files(kind: str, tmp_path
     assert torch.equal(parts[0], first[8:])
 
 
-def test_saved_targets_do_not_drag_the_data_set_along(tmp_path: Path) -> None:
-    x = torch.randn(1000, 2)
-    learn = make(TensorLoader(x, torch.arange(1000), bs=10))
-    learn.get_preds(save_targs=tmp_path, with_targs=False)
-    assert sorted(int(f.name) for f in tmp_path.iterdir()) == list(range(100))
-    assert torch.equal(torch.load(tmp_path / '7', weights_only=True), torch.arange(70, 80))
-    assert (tmp_path / '7').stat().st_size < 2500
-
-
 def test_joined_along_another_dimension_and_parts_left_out() -> None:
     learn = make([(X[:4], Y[:4]), (X[4:8], Y[4:8])])
     preds = learn.get_preds(concat_dim=-1)[0]
@@ -319,15 +309,6 @@ def test_predictions_that_fit_no_array_or_file_are_refused(tmp_path: Path) -> No
         make([(X,)]).get_preds(act=lambda o: {1, 2}, sink=tmp_path / 'p')
 
 
-def test_a_sink_inside_a_fit(tmp_path: Path) -> None:
-    learn = make(DataLoader(DATA, 4))
-    learn.logger = lambda row: None
-    write = lambda cb: cb.learn.get_preds(inner=True, sink=tmp_path / f'{cb.epoch}.npy')
-    learn.fit(2, cbs=Callback(after_train=write))
-    assert not np.array_equal(np.load(tmp_path / '0.npy'), np.load(tmp_path / '1.npy'))
-    assert np.array_equal(np.load(tmp_path / '1.npy'), learn.get_preds()[0].numpy())
-
-
 MEMORY = """
     import torch
     from torch import nn
@@ -366,12 +347,3 @@ def test_what_comes_from_a_gpu_one_batch_late_is_all_there() -> None:
         expected = learn.model(x.cuda()).cpu()
     assert torch.allclose(preds, expected, atol=1e-4) and torch.equal(targs, torch.arange(1000))
     assert torch.equal(inputs, x) and not preds.is_pinned()
-
-
-def test_files_are_safe_to_load_whatever_pickle_protocol_is_asked_for(tmp_path: Path) -> None:
-    learn = synth_learner(n_valid=1)
-    for protocol in (2, 4):
-        learn.get_preds(save_preds=tmp_path / str(protocol), pickle_protocol=protocol)
-    first, other = (torch.load(tmp_path / str(n) / '0', weights_only=True) for n in (2, 4))
-    assert torch.equal(first, other)
-    assert torch.equal(first, learn.get_preds()[0])

@@ -18,11 +18,8 @@ from learnkit.core.plotting import WRONG
 from learnkit.core.random import capture_own, capture_rng
 from learnkit.data.show import (
     as_pictures,
-    as_targets,
     class_colors,
-    find_errors,
 )
-from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
 
@@ -85,20 +82,6 @@ def test_vectors_are_a_table() -> None:
         '0.6667       1      no',
     ]
     assert len(table) == 2
-
-
-def test_a_table_as_a_page_and_as_a_frame() -> None:
-    table = Table({'text': ['<b>', 'a' * 100], 'loss': [0.123456, 2]}, wrong=[1])
-    html = table._repr_html_()
-    assert '<b>' not in html
-    assert '&lt;b&gt;' in html
-    assert html.count('wrong') == 1
-    assert 'a' * 58 not in html
-    assert repr(table).splitlines()[-1].endswith('2  wrong')
-    pd = pytest.importorskip('pandas')
-    assert table.to_pandas().equals(
-        pd.DataFrame({'text': ['<b>', 'a' * 100], 'loss': [0.123456, 2]})
-    )
 
 
 def test_long_vectors_signals_words_and_dicts() -> None:
@@ -325,17 +308,3 @@ def test_binary_masks_of_floats_and_the_largest_losses() -> None:
     # pixels that are no mask: floats other than 0 and 1
     other = Learner(loaders(x, x), nn.Identity(), nn.MSELoss()).show_results()
     assert len(other) == 4
-
-
-def test_classes_are_distinguished_from_scores_by_shape() -> None:
-    scores = torch.randn(4, 5, 3)
-    assert torch.equal(as_targets(scores, torch.zeros(4, 3, dtype=torch.int64)), scores.argmax(1))
-    assert torch.equal(as_targets(scores, torch.zeros(4, 5, dtype=torch.int64)), scores.argmax(-1))
-    for other in (torch.zeros(4, 5, 3), torch.zeros(4, 7).long(), torch.zeros(3, 3).long(), None):
-        assert as_targets(scores, other) is scores
-    assert find_errors(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 1], [1, 0]])) == [1]
-    assert (
-        find_errors(None, torch.zeros(2))
-        == find_errors(torch.zeros(2, 3, 3), torch.ones(2, 3, 3))
-        == []
-    )

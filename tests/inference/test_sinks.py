@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit import (
     BatchError,
@@ -24,15 +24,6 @@ from learnkit.inference import gather as gathering, predict
 from learnkit.inference.sinks import save_plain
 from tests.helpers.distributing import make_learner
 from tests.helpers.ranks import run_ranks
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return {'a': self.lin(x), 'b': (self.lin(2 * x), x.sum(1).long())}
 
 
 def make(model: nn.Module | None = None) -> Learner:
@@ -116,26 +107,6 @@ def test_what_arrives_late_comes_in_order_and_all_of_it(
     assert np.array_equal(np.load(tmp_path / 'p.npy'), preds.numpy())
 
 
-@pytest.mark.parametrize('options', [{}, {'beta': None}, {'use_max': True}])
-def test_several_outputs_are_averaged_each(options: Any) -> None:
-    learn = make(Two())
-    learn.loss_func = None
-    plain, _ = learn.get_preds()
-    res, _ = learn.tta(n=2, augment=lambda x: x + 1, **options)
-    if options == {'beta': None}:
-        res, same = res
-        assert torch.equal(same['a'], plain['a'])
-    with torch.no_grad():
-        aug = learn.model(torch.cat([x for x, _ in learn.dls.valid]) + 1)
-    want = {'beta': lambda p, a: a, 'use_max': torch.maximum}.get(
-        next(iter(options), ''), lambda p, a: 0.25 * p + 0.75 * a
-    )
-    torch.testing.assert_close(res['a'], want(plain['a'], aug['a']))
-    torch.testing.assert_close(res['b'][0], want(plain['b'][0], aug['b'][0]))
-    expected = want(plain['b'][1].float(), aug['b'][1].float())
-    torch.testing.assert_close(res['b'][1].float(), expected)
-
-
 # -- several processes -----------------------------------------------------------------------------
 
 
@@ -166,21 +137,3 @@ def test_a_disk_that_fails_in_one_process_is_reported_by_all(tmp_path: Path, bad
     kind, message = answers[1 - bad]
     assert kind == 'DistributedError'
     assert f'Process {bad} of 2 has failed: NotADirectoryError' in message
-
-
-def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
-    "Predict while a file or a folder appears at the output path of process `who`; return the error."
-
-    def come() -> None:
-        if rank == who:
-            (folder / name).mkdir() if '.' in name else (folder / name).touch()
-
-    return catch_error(rank, folder / sink, come)
-
-
-@pytest.mark.dist
-def test_what_one_process_cannot_complete_is_reported_by_all(tmp_path: Path) -> None:
-    answers = run_ranks(in_the_way, 2, tmp_path, 'batches', 'batches', 0)
-    assert answers[0][0] == 'NotADirectoryError', answers
-    assert answers[1][0] == 'DistributedError'
-    assert 'Process 0 of 2 has failed: ' in answers[1][1]
