@@ -14,7 +14,7 @@ from tests.helpers.distributing import make_data, make_dls, make_learner, weight
 from tests.helpers.ranks import run_ranks
 
 
-def train(rank: int, n: int, uneven: str, kind: str, timeout: str = '20s') -> dict[str, Any]:
+def train(rank: int, n: int, uneven: str, kind: str, timeout: str = '300s') -> dict[str, Any]:
     learn = make_learner(make_dls(n, 4, kind))
     with learn.distributed('ddp', uneven=uneven, timeout=timeout):
         learn.fit(2)
@@ -55,7 +55,7 @@ def own_loaders(rank: int) -> list[Any]:
     x, y = make_data(20 - 4 * rank)
     learn = make_learner(DataLoaders(list(zip(x.split(4), y.split(4), strict=True)), device='cpu'))
     try:
-        with learn.distributed('ddp', sharded_already=True, timeout='20s'):
+        with learn.distributed('ddp', sharded_already=True, timeout='300s'):
             learn.fit(2)
     except DistributedError as e:
         return [str(e)]

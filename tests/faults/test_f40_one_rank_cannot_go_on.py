@@ -30,7 +30,7 @@ def cannot_save(rank: int, folder: Path, background: bool) -> list[Any]:
         return real(*args)
 
     statefile.write_tensors = full  # type: ignore[assignment]  # of this process alone
-    with learn.distributed('ddp', timeout='20s'):
+    with learn.distributed('ddp', timeout='300s'):
         try:
             learn.fit(2, cbs=Checkpoint(every='3ba', folder=folder, background=background))
         except (OSError, LearnkitError) as e:
@@ -64,7 +64,7 @@ def poisoned(rank: int, victim: int, what: str, policy: str) -> list[Any]:
     learn = make_learner(
         make_dls(104, 4), cbs=[GuardNonFinite(policy), Callback(**{event: poison})]
     )
-    with learn.distributed('ddp', timeout='20s'):
+    with learn.distributed('ddp', timeout='300s'):
         try:
             learn.fit(1)
         except LearnkitError as e:

@@ -29,7 +29,7 @@ def drifting(rank: int, what: str) -> str:
 
     cbs = [Callback(after_train=drift), Callback(after_epoch=compare)]
     learn = make_learner(make_dls(), cbs=cbs)
-    with learn.distributed('ddp', timeout='20s'):
+    with learn.distributed('ddp', timeout='300s'):
         learn.check_replicas()
         with pytest.raises(DistributedError) as e:
             learn.fit(3)

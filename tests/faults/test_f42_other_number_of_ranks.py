@@ -40,7 +40,7 @@ def train(
 
     cbs = [Checkpoint(every='1ba', folder=folder, background=False), Callback(before_batch=note)]
     learn = make_learner(make_dls(N, bs, kind), cbs=[*cbs, late(enough)])
-    with learn.distributed('ddp', batch_size=batch_size, timeout='20s'):
+    with learn.distributed('ddp', batch_size=batch_size, timeout='300s'):
         try:
             with expect_interrupt() if until else nullcontext():
                 learn.fit(2, resume=True)

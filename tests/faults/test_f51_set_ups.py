@@ -324,7 +324,6 @@ def check_set_up(set_up: SetUp, folder: Path, at: int) -> str:
 
 SOME = [
     'loader: sampler HiddenCount',
-    'loader: workers, a data set that counts',
     'callback: generators in nested callbacks',
     'warned set-up: sampler InClosure',
 ]

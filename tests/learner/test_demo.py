@@ -7,7 +7,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from time import sleep
 
 import pytest
 import torch
@@ -110,7 +109,6 @@ def test_ctrl_c_ends_the_command_with_one_line_and_130(
         assert (
             child.wait(until=lambda: re.search(r'^ +\d  ', child.stdout, re.M) is not None) is None
         )
-        sleep(0.05)
         child.send(signal.SIGINT)
         assert child.wait() == 130
         assert child.stderr == 'learnkit.demo: stopped\n'

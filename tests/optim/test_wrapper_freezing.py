@@ -15,6 +15,7 @@ from learnkit import (
     SGD,
     Adam,
     Callback,
+    DataLoaders,
     Learner,
     ModelError,
     OptimizerError,

@@ -109,7 +109,7 @@ def test_a_loss_that_cannot_be_split_is_warned_of_in_processes() -> None:
             x, y = joined(class_batches([32]))
             dls = DataLoaders.from_tensors((x, y), bs=8, shuffle=False)
             learn = learner(dls, loss_func)
-            with learn.distributed('ddp', timeout='20s'):
+            with learn.distributed('ddp', timeout='300s'):
                 found.append(count_warnings(lambda learn=learn: learn.fit(2)))
         return found
 

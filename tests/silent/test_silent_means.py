@@ -225,7 +225,7 @@ def test_processes_of_tokens() -> None:
 
         dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, shuffle=False)
         learn = learner(dls, CrossEntropyLossFlat())
-        with learn.distributed('ddp', timeout='20s'):
+        with learn.distributed('ddp', timeout='300s'):
             learn.fit(1)
         return [weights_of(learn.model), learn.history[0]['valid_loss']]
 
