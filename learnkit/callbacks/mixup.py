@@ -115,7 +115,7 @@ class MixHandler(Callback):
             )
         if list_overrides(self.learn):
             self._has_blended = False
-            self.after_batch = self._check_blended
+            self.after_batch = self._check_blended  # type: ignore[method-assign]
 
     def _check_blended(self) -> None:
         "Warn after the first batch of a user's own loop if its loss was not blended."

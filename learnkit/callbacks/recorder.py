@@ -63,7 +63,7 @@ class _EvalLoss(AvgLoss):
     "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
 
 
-class Recorder(Plots, Callback):
+class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides the Learner's
     """Record losses, metrics and hyperparameters, and pass one row an epoch to `learn.logger`.
 
     `learn.history` holds one row per epoch of all fits, and `evaluations` one row per evaluation,
@@ -151,7 +151,7 @@ class Recorder(Plots, Callback):
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
         self._clear_steps()
         if learn.metrics or contains_activation(learn.loss_func):
-            self.before_backward = self._check_once
+            self.before_backward = self._check_once  # type: ignore[method-assign]
         if self._train and learn.microbatch:
             self.after_loss = self._measure_microbatch  # type: ignore[method-assign]
 

@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from typing_extensions import override
 
 from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
+from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
 from learnkit.core.validation import is_number
 from learnkit.data.dataloaders import epoch_length, evaluation_loaders
 from learnkit.distributed.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
+
+NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 __all__ = [
     'GradientClip',
@@ -29,7 +34,6 @@ __all__ = [
     'before_batch_cb',
 ]
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of dimensions
 
 
@@ -53,7 +57,7 @@ class GradientClip(Callback):
     parameters of the optimizer that `optimize(only=)` names, as they are at the step: of the whole
     batch under microbatches, of all batches of a step under `GradientAccumulation`, unscaled under
     mixed precision. The host does not wait for the device. `total_norm` is the norm before clipping
-    at the last step, also after the fit (a 0-dim tensor).
+    at the last step, also after the fit (a 0-dim tensor). Checkpointed: `total_norm`.
 
     Raises `OptionError` for a norm that is not above 0.
 
@@ -85,6 +89,16 @@ class GradientClip(Callback):
             torch._foreach_mul_(local_shards(grads), scale)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return the norm of the last step."
+        return {'total_norm': self.total_norm}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the norm of the last step."
+        self.total_norm = sd['total_norm']
 
 
 class GradientValueClip(Callback):
@@ -150,7 +164,9 @@ def before_batch_cb(
     Callback(before_batch=half)
     """
     if not callable(f):
-        raise OptionError(f'before_batch_cb({f!r}): give a function f(cb, xb, yb) -> xb, yb.')
+        raise OptionError(
+            f'before_batch_cb({f!r}): give a function f(cb, xb, yb) that returns xb, yb.'
+        )
 
     def before_batch(cb: Callback) -> None:
         cb.learn.xb, cb.learn.yb = f(cb, cb.learn.xb, cb.learn.yb)
@@ -186,6 +202,8 @@ class ChannelsLast(Callback):
 
     def before_fit(self) -> None:
         for p in self.learn.model.parameters():
+            if is_lazy(p):
+                continue  # it has no shape yet, and is converted in the next fit
             layout = CHANNELS_LAST.get(p.dim())
             if layout is None or p.is_contiguous(memory_format=layout):
                 continue
@@ -212,7 +230,7 @@ class BnFreeze(Callback):
 
     A layer is frozen if it has parameters and none requires a gradient. Its running statistics then
     stay constant. Frozen layers are found before each epoch, so that layers may be frozen and
-    unfrozen between epochs. No state.
+    unfrozen between epochs. Checkpointed: the names of the frozen layers.
 
     >>> BnFreeze.run_after
     'TrainEvalCallback'
@@ -235,6 +253,21 @@ class BnFreeze(Callback):
         for m in self._frozen:
             m.train(self.learn.model.training)
         self._frozen = []
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return the names of the layers in evaluation mode."
+        named = bare_model(self.learn.model).named_modules() if self._frozen else ()
+        frozen = {id(m) for m in self._frozen}
+        return {'frozen': [name for name, m in named if id(m) in frozen]}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the frozen layers, which train again once they are unfrozen."
+        if self.learn is None:
+            return
+        named = dict(bare_model(self.learn.model).named_modules())
+        self._frozen = [named[name] for name in sd['frozen'] if name in named]
 
 
 def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -285,7 +318,8 @@ class ShortEpochCallback(Callback):
         for name, dl in loaders:
             if epoch_length(dls, dl)[0] is None:
                 raise OptionError(
-                    f'ShortEpochCallback: the {name} loader has no length: give DataLoaders an `n_iter`.'
+                    f'ShortEpochCallback(pct={self.pct}): the {name} loader has no length to take a '
+                    'share of. Give it a `__len__`, or DataLoaders an `n_iter`.'
                 )
 
     def after_batch(self) -> None:

@@ -123,8 +123,8 @@ class TrainEvalCallback(Callback):
         table = self.learn.callbacks.tables[True]
         handlers = [*table['after_loss'], *table['before_backward']]
         if self.learn.fitting and any(_is_of_user(cb) for _, _, cb in handlers):
-            self.after_loss = self._note_loss
-            self.before_backward = self._check_loss
+            self.after_loss = self._note_loss  # type: ignore[method-assign]
+            self.before_backward = self._check_loss  # type: ignore[method-assign]
 
     def before_train(self) -> None:
         self.learn.modes.train(self.learn)

@@ -128,8 +128,10 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
         key = learn.callbacks.keys.get(id(cb), cb.name)
         # constructor arguments that the callback keeps under the same name
         for name in _list_options(cb):
-            if name in cb.__dict__:
-                config[f'callback/{key}/{name}'] = cb.__dict__[name]
+            value = cb.__dict__.get(name)
+            is_own_method = hasattr(type(cb), getattr(value, '__name__', ' '))
+            if name in cb.__dict__ and not is_own_method:
+                config[f'callback/{key}/{name}'] = value
         if defined_on_class(cb, 'configuration'):
             config |= cb.configuration()  # settings that the callback found during the run
     return {name: to_loggable(value) for name, value in config.items()}
