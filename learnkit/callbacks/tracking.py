@@ -85,6 +85,8 @@ class TrackerCallback(Callback):
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         self.comp: Compare = _choose_comparison(name) if comp is None else as_comparison(comp, name)
+        is_column = isinstance(monitor, str)
+        self._is_guess = comp is None and is_column and name not in MetricProperties()
         prefers_lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
             check_takes('monitor', monitor, 'learn')
@@ -100,6 +102,9 @@ class TrackerCallback(Callback):
         "Find the column, and reset the best value."
         records(self)  # raises without a Recorder
         self.idx = None if callable(self.monitor) else find_column(self, self.monitor)
+        if self._is_guess:  # a column of this name exists
+            self._is_guess = False
+            _warn_of_rule(str(self.monitor))
         if self.reset_on_fit:
             self.best = self._worst
         self.new_best = False
@@ -141,6 +146,10 @@ class TrackerCallback(Callback):
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
         return values[self.idx] if is_complete else row.get(self.monitor)
 
+    def __repr__(self) -> str:
+        # `min_delta` is stored with the sign that `comp` needs
+        return super().__repr__().replace('min_delta=-', 'min_delta=')
+
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return the best value."
@@ -157,12 +166,16 @@ def _choose_comparison(name: str) -> Compare:
     "Return the comparison for a column, by fastai's rule; warn of names that it may get wrong."
     if 'loss' in name or 'error' in name:
         return np.less
-    if MetricProperties().get(name) != 'higher':
-        warn_user(
-            f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. '
-            "Pass `comp='less'`, or `comp='greater'` if that is meant."
-        )
+    if MetricProperties().get(name) == 'lower':
+        _warn_of_rule(name)
     return np.greater
+
+
+def _warn_of_rule(name: str) -> None:
+    warn_user(
+        f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. '
+        "Pass `comp='less'`, or `comp='greater'` if that is meant."
+    )
 
 
 def check_counted(

@@ -96,9 +96,7 @@ def compare_state(
     return lines
 
 
-def find_lists(
-    opt: Any, o: torch.optim.Optimizer, sizes: list[int]
-) -> list[list[Any]] | None:
+def find_lists(opt: Any, o: torch.optim.Optimizer, sizes: list[int]) -> list[list[Any]] | None:
     "Return the parameters of the groups of these sizes, now or after `split_groups`; None if there are none."
     now = [g['params'] for g in o.param_groups]
     decayed = []
