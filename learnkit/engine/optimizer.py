@@ -34,6 +34,7 @@ from learnkit.optim.hyperparams import (
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = [
+    'warn_of_late_params',
     'cover_params',
     'create_opt',
     'find_default_lr',
@@ -372,8 +373,7 @@ def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
     opt = learn.opt
     own = set(opt.parameters())
     removed = opt.seen & own - current
-    # parameters that required gradients before and are in no group were left out on purpose
-    candidates = {p for p in current - own if p not in opt.seen or p in opt.waiting}
+    candidates = find_candidates(opt, current)
     new = {p for p in candidates if p.requires_grad}
     if (removed or new) and opt.needs_closure:
         # the state may hold all parameters as one vector, as LBFGS's does
@@ -416,6 +416,27 @@ def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
         f'New parameters are in a frozen group, and are frozen too: {join_names(learn, frozen)}. '
         '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
     )
+
+
+def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Parameter]:
+    "Return the parameters that join the optimizer, or will once they require gradients."
+    seen = opt.seen or set()
+    left_out = current.difference(opt.parameters())
+    # parameters that required gradients before and are in no group were left out on purpose
+    return {p for p in left_out if p not in seen or p in opt.waiting}
+
+
+def warn_of_late_params(learn: LearnerLike) -> None:
+    "Warn of parameters that were unfrozen or replaced within an epoch, and were not trained in the rest of it."
+    opt = learn.opt
+    if not isinstance(opt, OptimWrapper) or opt.seen is None:
+        return
+    late = {p for p in find_candidates(opt, list_all_params(learn)) if p.requires_grad}
+    if late:
+        warn_user(
+            'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '
+            f'{join_names(learn, late)}. To train them at once, change them in `before_epoch`.'
+        )
 
 
 def join_names(learn: LearnerLike, params: set[nn.Parameter]) -> str:

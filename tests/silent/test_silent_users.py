@@ -202,3 +202,23 @@ def test_a_large_half_precision_loss_is_finite() -> None:
     learn = learner(loss_func=HalfLoss(), cbs=GuardNonFinite())
     learn.fit(1)
     assert [loss.item() for loss in learn.recorder.losses] == [40_000] * 4
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('event', 'moves'), [('before_epoch', True), ('before_train', True), ('after_batch', False)]
+)
+def test_unfrozen_layers_are_trained_or_warned_of(event: str, moves: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    unfreeze: Callable[[Any], Any] = lambda cb: cb.learn.model[0].requires_grad_(True)
+    learn = learner(model=model, cbs=Callback(**{event: unfreeze}))
+    if moves:
+        learn.fit(1)
+    else:
+        with pytest.warns(UserWarning, match='within the epoch.*: 0.weight, 0.bias'):
+            learn.fit(1)
+    assert torch.equal(model[0].weight, before) != moves
