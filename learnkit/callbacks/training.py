@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from typing_extensions import override
 
 from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
@@ -53,7 +54,7 @@ class GradientClip(Callback):
     parameters of the optimizer that `optimize(only=)` names, as they are at the step: of the whole
     batch under microbatches, of all batches of a step under `GradientAccumulation`, unscaled under
     mixed precision. The host does not wait for the device. `total_norm` is the norm before clipping
-    at the last step, also after the fit (a 0-dim tensor).
+    at the last step, also after the fit (a 0-dim tensor). Checkpointed: `total_norm`.
 
     Raises `OptionError` for a norm that is not above 0.
 
@@ -85,6 +86,16 @@ class GradientClip(Callback):
             torch._foreach_mul_(local_shards(grads), scale)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return the norm of the last step."
+        return {'total_norm': self.total_norm}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the norm of the last step."
+        self.total_norm = sd['total_norm']
 
 
 class GradientValueClip(Callback):
