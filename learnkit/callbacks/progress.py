@@ -255,8 +255,6 @@ class RunProgress:
         bar = self.bar if self.stopped else None
         if bar:
             bar.label = f'stopped at {bar.label}'
-        self.due = inf
-        self.bar = self.train = None
         self.display.close(bar)
 
     def remaining_s(self, share: float) -> float | None:
@@ -364,6 +362,7 @@ class ProgressCallback(Callback):
         if self._progress.has_logger:
             self.learn.logger = print
         self._progress.close()
+        vars(self).pop('_progress', None)  # a stream cannot be copied with the Learner
 
     def _is_nested(self) -> bool:
         return bool(self.learn.run.depth > 1)

@@ -92,8 +92,8 @@ class ThresholdStopper(TrackerCallback):
     stop the fit, nor does NaN.
 
     Raises `OptionError` for a threshold that is not a number and for a metric without a known
-    direction; `MetricError` before training for an unknown column. Checkpointed: the state of the
-    tracker.
+    direction; `MetricError` before training for an unknown column. Checkpointed: `value`, and the
+    state of the tracker.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.02, cbs=ThresholdStopper('valid_loss', 1.))
@@ -147,3 +147,14 @@ class ThresholdStopper(TrackerCallback):
         name = self.monitor if isinstance(self.monitor, str) else 'The monitored value'
         print_line(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
         self.learn.stop()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return the last value."
+        return {**super().state_dict(), 'value': self.value}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the last value."
+        super().load_state_dict(sd)
+        self.value = sd['value']
