@@ -33,7 +33,7 @@ class RoundsPosition(LoaderPosition):
         super().__init__(dl, n_before)
 
     @property
-    def start(self) -> State | None:  # type: ignore[override]
+    def start(self) -> State | None:
         "States of all generators at the start of the pass over the whole loader."
         return self.inner.start
 
