@@ -150,6 +150,12 @@ class ExportForInference(Callback):
         if not self.formats or not FORMATS.keys() >= set(self.formats):
             raise OptionError(f'formats={formats!r}: give one or more of {tuple(FORMATS)}.')
         resolve_path(fname, Path(), suffix='')
+        is_onnx_file = Path(fname).suffix == '.onnx' and 'onnx' not in self.formats
+        if str(fname) in FORMATS or is_onnx_file:
+            raise OptionError(
+                f'ExportForInference({str(fname)!r}) is the name of a file, which would be written by torch.export. '
+                "For ONNX, give `formats='onnx'`."
+            )
         self.fname = fname
         self.act = act
         self.sample = sample

@@ -148,6 +148,13 @@ def test_bad_options_are_refused(wrong: Any) -> None:
 # ------------------------------------------------------------------------------------------ loading
 
 
+def test_a_format_in_the_place_of_the_name_is_refused() -> None:
+    for name in ('onnx', 'net.onnx'):
+        with pytest.raises(OptionError, match=r"For ONNX, give `formats='onnx'`"):
+            ExportForInference(name)
+    assert ExportForInference('net.onnx', formats='onnx').formats == ('onnx',)
+
+
 def test_weights_are_loaded_at_each_such_event_of_a_fit(tmp_path: Path) -> None:
     for at, epochs_kept in (('before_fit', 2), ('before_epoch', 1)):
         torch.manual_seed(0)
