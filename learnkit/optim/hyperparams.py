@@ -184,7 +184,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if isinstance(value, slice):
         values = spread(value, n)
-    elif is_sequence or getattr(value, 'shape', ()):
+    elif is_sequence or getattr(value, 'ndim', 0):
         values = list(value)
     else:
         values = [value] * n
