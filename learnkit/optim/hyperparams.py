@@ -181,10 +181,11 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     Traceback (most recent call last):
     learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
     """
+    ndim: Any = getattr(value, 'ndim', 0)
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if isinstance(value, slice):
         values = spread(value, n)
-    elif is_sequence or getattr(value, 'ndim', False):
+    elif is_sequence or ndim:
         values = list(value)
     else:
         values = [value] * n

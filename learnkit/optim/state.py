@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ PARAM_SHAPED = frozenset(
 )
 
 
+class Optimizers(Protocol):
+    "Attributes and methods of `OptimWrapper` that are needed to load a state."
+
+    optimizers: dict[str, torch.optim.Optimizer]
+    exempt: set[nn.Parameter]
+
+    def split_groups(self, only: torch.optim.Optimizer | None = None) -> None: ...
+    def class_names(self) -> str: ...
+
+
 def is_torch_state(state: Any) -> bool:
     "Return True for the state dict of a torch optimizer, or a dict from names to such state dicts."
     if not isinstance(state, Mapping):
@@ -38,7 +48,7 @@ def is_single(state: Any) -> bool:
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def key_by_name(opt: Any, state: Any) -> dict[str, Any]:
+def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
     "Return state dicts by optimizer name; the name of a single optimizer may differ from the saved name."
     if is_single(state):
         return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
@@ -48,7 +58,7 @@ def key_by_name(opt: Any, state: Any) -> dict[str, Any]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def differences(opt: Any, state: Any, model: nn.Module | None = None) -> list[str]:
+def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state does not come from torch's optimizers"]
@@ -69,7 +79,7 @@ def differences(opt: Any, state: Any, model: nn.Module | None = None) -> list[st
 
 
 def compare_state(
-    opt: Any, o: torch.optim.Optimizer, state: Any, names: Mapping[Any, str]
+    opt: Optimizers, o: torch.optim.Optimizer, state: Any, names: Mapping[Any, str]
 ) -> list[str]:
     "Return a line for each reason why one optimizer cannot load a state."
     groups = state['param_groups']
@@ -96,7 +106,9 @@ def compare_state(
     return lines
 
 
-def find_lists(opt: Any, o: torch.optim.Optimizer, sizes: list[int]) -> list[list[Any]] | None:
+def find_lists(
+    opt: Optimizers, o: torch.optim.Optimizer, sizes: list[int]
+) -> list[list[Any]] | None:
     "Return the parameters of the groups of these sizes, now or after `split_groups`; None if there are none."
     now = [g['params'] for g in o.param_groups]
     decayed = []
@@ -115,7 +127,7 @@ def find_lists(opt: Any, o: torch.optim.Optimizer, sizes: list[int]) -> list[lis
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: Any, state: Any) -> None:
+def load_state(opt: Optimizers, state: Any) -> None:
     "Load a copy of a state, for which `differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():

@@ -124,8 +124,10 @@ class OptimWrapper(torch.optim.Optimizer):
         ]
         # optimizers that evaluate the loss again
         self._closures = {
-            o for o in optimizers if (detect_closure(o) if needs_closure is None else needs_closure)
+            o for o in optimizers if getattr(o, 'needs_closure', isinstance(o, torch.optim.LBFGS))
         }
+        if needs_closure is not None:
+            self._closures = set(optimizers) if needs_closure else set()
         params = list(self.parameters())
         if len(set(params)) < len(params):
             raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
@@ -225,7 +227,8 @@ class OptimWrapper(torch.optim.Optimizer):
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
         "Iterate over every optimized parameter, or the parameters of one of several optimizers."
-        groups = [g for o in self._select(only) for g in o.param_groups]
+        optimizers = self.optimizers.values() if only is None else self._select(only)
+        groups = [g for o in optimizers for g in o.param_groups]
         return iter([p for g in groups for p in g['params']])
 
     def name_of(
@@ -618,11 +621,6 @@ class Closure:
             return self.first()
         self.is_repeated = True
         return self.evaluate()
-
-
-def detect_closure(opt: torch.optim.Optimizer) -> bool:
-    "Return True for LBFGS, and for an optimizer with an attribute `needs_closure = True`."
-    return isinstance(opt, torch.optim.LBFGS) or bool(getattr(opt, 'needs_closure', False))
 
 
 def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
