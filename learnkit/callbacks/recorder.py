@@ -653,10 +653,11 @@ def find_column(cb: Any, monitor: str) -> int:
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)
-    hint = did_you_mean(monitor, names) or (
-        ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`. For what `learn.log` '
-        "averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
-    )
+    hint = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
+    if evaluation_loaders(cb.learn.dls):
+        hint = did_you_mean(monitor, names) or hint
+    else:
+        hint = f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{hint}'
     raise MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
         f'{", ".join(names)}.{hint}'

@@ -84,9 +84,11 @@ class TrackerCallback(Callback):
                 f'{name}(monitor={monitor!r}): give a column of the history, or a function.'
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
-        self.comp: Compare = _choose_comparison(name) if comp is None else as_comparison(comp, name)
-        is_column = isinstance(monitor, str)
-        self._is_guess = comp is None and is_column and name not in MetricProperties()
+        # without `comp`, the direction follows fastai's rule
+        default = np.less if 'loss' in name or 'error' in name else np.greater
+        self.comp: Compare = default if comp is None else as_comparison(comp, name)
+        is_known = default is np.less or MetricProperties().get(name) == 'higher'
+        self._is_guess = comp is None and isinstance(monitor, str) and not is_known
         prefers_lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
             check_takes('monitor', monitor, 'learn')
@@ -102,9 +104,12 @@ class TrackerCallback(Callback):
         "Find the column, and reset the best value."
         records(self)  # raises without a Recorder
         self.idx = None if callable(self.monitor) else find_column(self, self.monitor)
-        if self._is_guess:  # a column of this name exists
+        if self._is_guess:
             self._is_guess = False
-            _warn_of_rule(str(self.monitor))
+            warn_user(
+                f'monitor={self.monitor!r}: higher counts as better for every name without "loss" or "error" '
+                "in it. Pass `comp='less'`, or `comp='greater'` if that is meant."
+            )
         if self.reset_on_fit:
             self.best = self._worst
         self.new_best = False
@@ -160,22 +165,6 @@ class TrackerCallback(Callback):
         "Restore the best value."
         self.best = sd['best']
         self.new_best = sd['new_best']
-
-
-def _choose_comparison(name: str) -> Compare:
-    "Return the comparison for a column, by fastai's rule; warn of names that it may get wrong."
-    if 'loss' in name or 'error' in name:
-        return np.less
-    if MetricProperties().get(name) == 'lower':
-        _warn_of_rule(name)
-    return np.greater
-
-
-def _warn_of_rule(name: str) -> None:
-    warn_user(
-        f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. '
-        "Pass `comp='less'`, or `comp='greater'` if that is meant."
-    )
 
 
 def check_counted(

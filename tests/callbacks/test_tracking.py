@@ -29,6 +29,7 @@ from learnkit.core.errors import (
     OptionError,
     TimeError,
 )
+from learnkit.metrics import mae
 from learnkit.testing import synth_learner
 
 NAN = math.nan
@@ -125,8 +126,7 @@ def test_which_way_is_better_follows_the_name() -> None:
         learn.fit(4)
         assert learn.tracker.best == better(row[metric.__name__] for row in learn.history)
     with pytest.warns(UserWarning, match='higher counts as better'):
-        TrackerCallback('night/rmse')
-    TrackerCallback('rmse', comp=np.less)
+        synth_learner(metrics=mae, cbs=TrackerCallback('mae')).fit(1)
 
 
 def test_what_is_logged_can_be_watched_by_a_function() -> None:
@@ -157,7 +157,7 @@ def test_best_is_kept_over_fits_when_asked() -> None:
 def test_an_unknown_monitor_raises_before_anything_has_changed(
     cls: type[TrackerCallback], tmp_path: Path
 ) -> None:
-    learn = synth_learner(cbs=cls('valid_los', comp=np.less), path=tmp_path)
+    learn = synth_learner(cbs=cls('valid_los'), path=tmp_path)
     before = [p.detach().clone() for p in learn.model.parameters()]
     with pytest.raises(MetricError, match=r'train_loss, valid_loss\. .*`valid_loss`'):
         learn.fit(1)
@@ -167,7 +167,7 @@ def test_an_unknown_monitor_raises_before_anything_has_changed(
     assert not list(tmp_path.iterdir())
     for monitor in ('time', 'epoch'):
         with pytest.raises(MetricError):
-            synth_learner(cbs=TrackerCallback(monitor, comp=np.less)).fit(1)
+            synth_learner(cbs=TrackerCallback(monitor)).fit(1)
     with pytest.raises(MetricError, match='reads the Recorder'):
         synth_learner(default_cbs=False, cbs=[TrackerCallback()]).fit(1)
 
