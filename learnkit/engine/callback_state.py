@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import IOBase
+from logging import Logger
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -35,7 +36,7 @@ _ADDED_KEY = '_as_added'
 _NOT_STATE = {'learn', 'order', 'run', 'run_in', 'run_train', 'run_valid', '_given_by_learnkit'}
 _NOT_STATE |= {_ADDED_KEY, SET_BY_BASE}
 # types of objects, next to functions, that a run creates or opens itself
-_RECREATED_TYPES = (ModuleType, IOBase, torch.optim.Optimizer, torch.device, torch.dtype)
+_RECREATED_TYPES = (ModuleType, IOBase, Logger, torch.optim.Optimizer, torch.device, torch.dtype)
 
 
 # -- states by the callbacks' keys -----------------------------------------------------------------
