@@ -28,8 +28,6 @@ from learnkit.learner import Learner
 from learnkit.metrics.functional import accuracy
 from learnkit.optim.optimizers import Adam
 
-__all__ = ['digits', 'small_cnn', 'train', 'main']
-
 FILES = {
     'model.pth': 'the weights',
     'history.csv': 'one line an epoch',

@@ -68,7 +68,6 @@ from learnkit.engine.microbatch import Microbatches
 from learnkit.engine.optimizer import find_default_lr, prepare_opt, training_weights
 from learnkit.engine.own_loop import ClosureStep, EventCheck, OwnLoop, list_overrides
 from learnkit.engine.passes import TrainingPasses
-from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import call_each, is_in_use, note_error, open_level, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
 from learnkit.engine.strategy import SingleProcess
@@ -145,7 +144,7 @@ class Learner(Loop):
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
     # called instead of the default training batch; set by `compile(step=True)`
-    whole_step: Callable[[Any], None] | None = None
+    whole_step: Any = None
     stage: int | None = None  # index of the fit in `fine_tune`
     epochs_per_iteration: int | None = None
 
@@ -176,10 +175,10 @@ class Learner(Loop):
         _close_dropped()
         check_model(model)
         super().__init__()
-        self.strategy = SingleProcess()
+        self.strategy: Any = SingleProcess()  # or SeveralProcesses, of `learn.distributed`
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.error: BaseException | None = None
-        self.resuming: ResumeState | None = None  # checkpoint that is not restored yet
+        self.resuming: Any = None  # ResumeState of a checkpoint that is not restored yet
         self.resumed = False  # True while a resumed fit fires its first events again
         self.whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
         self.passes = TrainingPasses()
@@ -193,10 +192,10 @@ class Learner(Loop):
         self.model = model
         if loss_func is None:
             loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
-        self.loss_func = loss_func
+        self.loss_func: Any = loss_func
         check_loss(self.loss_func)
         self.opt_func = opt_func
-        self.lr = find_default_lr(opt_func, defaults.lr) if lr is None else lr
+        self.lr: Any = find_default_lr(opt_func, defaults.lr) if lr is None else lr
         self.splitter = splitter
         self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir
@@ -1739,7 +1738,7 @@ class Learner(Loop):
         return swallowed
 
     @override
-    def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
+    def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
         note_error(self, e, cb, event_name)
 

@@ -17,8 +17,6 @@ from learnkit.engine.denominator import check_is_mean
 from learnkit.engine.microbatch import divide
 from learnkit.engine.own_loop import OptimizeCall
 
-__all__ = ['GradientAccumulation']
-
 
 @dataclass
 class StepSum:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -15,7 +15,6 @@ from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.core.batch import batch_counter, slice_batch
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
@@ -27,14 +26,15 @@ from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.snapshot import restored
 
-__all__ = ['find_batch_size']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 N_STEPS = 2  # the optimizer creates its state in the first step
 MAX_SIZE = 8192  # largest size to try if the number of training samples is not known
 
 
 def find_batch_size(
-    learn: LearnerLike,
+    learn: Learner,
     max_size: int | None,
     exact: bool,
 ) -> int:
@@ -69,7 +69,7 @@ def find_batch_size(
         return _search(learn, trial, max_size, exact)
 
 
-def _check_one_process(learn: LearnerLike) -> None:
+def _check_one_process(learn: Learner) -> None:
     "Raise `FitError` in several processes, of which only one may run out of memory."
     is_distributed = any(isinstance(cb, DistributedTraining) for cb in learn.cbs)
     n_launched = int(launched_as().get('WORLD_SIZE', 1)) if is_distributed else 1
@@ -80,7 +80,7 @@ def _check_one_process(learn: LearnerLike) -> None:
         )
 
 
-def _search(learn: LearnerLike, trial: _Trial, max_size: int, exact: bool) -> int:
+def _search(learn: Learner, trial: _Trial, max_size: int, exact: bool) -> int:
     "Double the size until memory runs out, and with `exact` bisect between the last two sizes."
     largest = 0
     failed = max_size + 1
@@ -103,7 +103,7 @@ def _search(learn: LearnerLike, trial: _Trial, max_size: int, exact: bool) -> in
     return largest
 
 
-def _fits(learn: LearnerLike, trial: _Trial, size: int) -> bool:
+def _fits(learn: Learner, trial: _Trial, size: int) -> bool:
     "Return True if training steps with a batch of this size fit in memory; raise an error if one sample does not."
     try:
         trial.run_steps(learn, size)
@@ -132,7 +132,7 @@ class _Trial(Callback):
         self.rows: list[int] = []
         self.n_steps = 0
 
-    def run_steps(self, learn: LearnerLike, size: int) -> None:
+    def run_steps(self, learn: Learner, size: int) -> None:
         "Train with batches of a size."
         self.rows = [i % self.n_known for i in range(size)]
         self.n_steps = 0
@@ -165,6 +165,6 @@ class _SameBatch(TrainingPasses):
         self.batch = batch
 
     @override
-    def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
+    def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
         "Return the batch, as often as it is asked for."
         return repeat(self.batch)

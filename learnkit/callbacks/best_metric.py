@@ -15,8 +15,6 @@ from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.time import Timestamp
 from learnkit.metrics.direction import as_comparison
 
-__all__ = ['BestMetric']
-
 
 class BestMetric(TrackerCallback):
     """Record other metrics at the best value of one: the test accuracy at the best validation loss.

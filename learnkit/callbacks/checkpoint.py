@@ -50,8 +50,6 @@ from learnkit.engine.counters import Every
 from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
 from learnkit.metrics.direction import MetricProperties
 
-__all__ = ['Checkpoint']
-
 # units whose intervals end at one event only: `epoch_checkpoint`, `iteration_checkpoint`
 EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
 

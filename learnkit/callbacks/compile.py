@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, is_autocast_enabled, nn
@@ -36,7 +36,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import takes_batches
 from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop
@@ -45,7 +44,8 @@ from learnkit.engine.own_loop import BATCH_METHODS
 from learnkit.engine.seams import train_whole_batch
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['compile_learner', 'explain_step', 'WholeStep']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # events that a compiled step cannot call, and contexts that it cannot enter
 STEP_EVENTS = (
@@ -61,7 +61,7 @@ HOOKS = (
 ).split()
 
 
-def compile_learner(learn: LearnerLike, step: bool, **options: Any) -> Any:
+def compile_learner(learn: Learner, step: bool, **options: Any) -> Any:
     "Compile the model or, with `step=True`, the whole training step."
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself
@@ -73,7 +73,7 @@ def compile_learner(learn: LearnerLike, step: bool, **options: Any) -> Any:
     return learn
 
 
-def explain_step(learn: LearnerLike) -> str:
+def explain_step(learn: Learner) -> str:
     "Return a sentence that names the training step in use, compiled or ordinary, and the reason."
     if learn.whole_step is None:
         return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
@@ -91,7 +91,7 @@ class WholeStep:
     three microseconds in total.
     """
 
-    def __init__(self, learn: LearnerLike, options: dict[str, Any]) -> None:
+    def __init__(self, learn: Learner, options: dict[str, Any]) -> None:
         torch.compile(whole_step, **options)  # raises errors in the options now
         import torch._dynamo as dynamo  # a local import: it takes a second
 
@@ -113,7 +113,7 @@ class WholeStep:
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
-    def __call__(self, learn: LearnerLike) -> None:
+    def __call__(self, learn: Learner) -> None:
         if self.failure:
             train_whole_batch(learn)
         elif self._fits():
@@ -258,7 +258,7 @@ class WholeStep:
         self.compiled = None
 
 
-def find_overrides(learn: LearnerLike) -> list[str]:
+def find_overrides(learn: Learner) -> list[str]:
     "Return a reason for each method of a training step that the Learner overrides."
     cls = type(learn)
     names = [
@@ -267,7 +267,7 @@ def find_overrides(learn: LearnerLike) -> list[str]:
     return [f'{cls.__name__} has its own `{name}`' for name in names]
 
 
-def find_refusals(learn: LearnerLike) -> Iterator[str]:
+def find_refusals(learn: Learner) -> Iterator[str]:
     "Yield the permanent conditions that rule out a compiled step."
     yield from find_overrides(learn)
     for seam, holder in learn.seams.holders.items():
@@ -300,7 +300,7 @@ def find_options(opt: torch.optim.Optimizer) -> Iterator[str]:
             yield f'a hyperparameter of {type(opt).__name__} is a tensor'
 
 
-def find_hooks(learn: LearnerLike) -> Iterator[str]:
+def find_hooks(learn: Learner) -> Iterator[str]:
     "Yield hooks and special parameters, which a compiled step would skip."
     if nn.modules.module._has_any_global_hook():
         yield 'there are hooks on every module'

@@ -19,8 +19,6 @@ from learnkit.core.validation import is_number
 from learnkit.distributed.dtensor import distribute_like, local_shards
 from learnkit.engine.callback import Callback
 
-__all__ = ['EMA']
-
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in
 
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from learnkit.core.batch import to_detach, to_device
 from learnkit.core.errors import MetricError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
@@ -20,22 +19,14 @@ from learnkit.metrics.averages import RESERVED, measures_batches
 from learnkit.metrics.base import Mean, Metric, flatten_mapping
 from learnkit.metrics.merge import gather_on_host, merge_states, shared_state
 
-__all__ = [
-    'EpochMetrics',
-    'MetricColumns',
-    'KeptMicrobatch',
-    'clone_metric',
-    'value_of',
-    'read_metrics',
-    'metric_states',
-    'load_metrics',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class KeptMicrobatch:
     "Predictions and targets of a microbatch, kept until the end of its batch for the metrics."
 
-    def __init__(self, learn: LearnerLike) -> None:
+    def __init__(self, learn: Learner) -> None:
         self.learn = learn
         self.xb = learn.xb
         self.yb = learn.yb
@@ -151,7 +142,7 @@ class MetricColumns:
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 
-def clone_metric(m: Metric, learn: LearnerLike) -> Metric:
+def clone_metric(m: Metric, learn: Learner) -> Metric:
     "Return a copy of a metric with its own sums; the model and functions are shared."
     shared = (learn, learn.model, getattr(m, 'func', None))
     return deepcopy(m, {id(o): o for o in shared})
@@ -176,7 +167,7 @@ def _as_number(value: Any) -> Any:
 def read_metrics(
     metrics: list[Metric],
     n: int,  # number of batches that the metrics have measured on this rank
-    learn: LearnerLike,
+    learn: Learner,
     extra: dict[str, Any] | None = None,  # further values to gather from every rank
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     "Return the values of metrics over the batches of all ranks, and the gathered states."

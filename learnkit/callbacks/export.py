@@ -44,8 +44,6 @@ from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, canonical_event
 
-__all__ = ['ExportForInference', 'LoadWeights']
-
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 SIZES = (1, 3)  # batch sizes that an exported program is tested with

@@ -10,8 +10,6 @@ from learnkit.core.html import never_raising, table
 from learnkit.core.optional import import_library
 from learnkit.core.time import format_seconds
 
-__all__ = ['History', 'Values']
-
 
 class History(list[dict[str, Any]]):
     """Rows of all fits, one dict per epoch: `fit`, `epoch`, losses, metrics, logged values, `time` (s).

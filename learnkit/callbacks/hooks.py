@@ -18,16 +18,6 @@ from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
 
-__all__ = [
-    'Hook',
-    'hook_output',
-    'Hooks',
-    'hook_outputs',
-    'HookCallback',
-    'has_params',
-    'flatten_model',
-]
-
 HookFunc = Callable[[nn.Module, Any, Any], Any]  # f(module, inputs, output)
 
 

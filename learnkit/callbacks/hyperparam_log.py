@@ -13,8 +13,6 @@ from torch import Tensor
 
 from learnkit.optim.hyperparams import HYPERS, GroupKey, find_group_key
 
-__all__ = ['HyperparamLog']
-
 BLOCK = 4096  # number of steps that are converted together
 
 

@@ -12,8 +12,6 @@ from learnkit.core.html import DisplayHandle, in_notebook
 from learnkit.core.plotting import color, encode_figure, pyplot
 from learnkit.engine.callback import Callback
 
-__all__ = ['LossGraph', 'MasterBar', 'ShowGraph', 'ShowGraphCallback']
-
 PATIENCE_S = 0.5  # a fit that ends sooner is drawn once
 INTERVAL_S = 2.5  # least number of seconds between two plots
 SKIP = 5  # number of first steps to leave out, whose losses are much higher

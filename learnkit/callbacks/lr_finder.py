@@ -7,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from learnkit.core.errors import (
     ScheduleError,
 )
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import is_count, warn_user
@@ -45,6 +44,9 @@ from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.snapshot import restored, restored_objects
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 __all__ = ['LRFinder', 'LRSearch', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
@@ -228,13 +230,13 @@ class NoEvaluations(EvaluationSchedule):
     "Evaluation schedule without evaluations."
 
     @override
-    def list_due(self, learn: LearnerLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: Learner, at_epoch_end: bool) -> list[tuple[str, Any]]:
         "Return no loaders."
         return []
 
 
 def lr_find(
-    learn: LearnerLike,
+    learn: Learner,
     start_lr: Any,
     end_lr: Any,
     num_it: int,

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ['SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
-
 Point = tuple[float, float]  # learning rate and loss
 Suggestion = tuple[float, Point]  # rate to use, and point of the curve to mark
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count, check_number, warn_user
 from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards, total_norm
 from learnkit.engine.callback import Callback
 
-__all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class AMPMode(StrEnum):
@@ -277,17 +277,17 @@ def as_mode(amp_mode: Any) -> AMPMode:
         ) from None
 
 
-def to_bf16(learn: LearnerLike) -> Any:
+def to_bf16(learn: Learner) -> Any:
     "Compute the forward pass in bfloat16 from now on."
     return to_fp32(learn).add_cb(MixedPrecision(AMPMode.BF16))
 
 
-def to_fp16(learn: LearnerLike, **scaler: Any) -> Any:
+def to_fp16(learn: Learner, **scaler: Any) -> Any:
     "Compute the forward pass in float16 from now on, with scaled gradients."
     cb = MixedPrecision(AMPMode.FP16, **scaler)  # raises before another callback is removed
     return to_fp32(learn).add_cb(cb)
 
 
-def to_fp32(learn: LearnerLike) -> Any:
+def to_fp32(learn: Learner) -> Any:
     "Compute everything in the precision of the weights."
     return learn.remove_cb(MixedPrecision)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,14 @@ from learnkit.core.batch import (
     tensors_in,
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import list_overrides
 from learnkit.losses import BaseLoss
 
-__all__ = ['MixHandler', 'MixUp', 'CutMix']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class MixHandler(Callback):
@@ -208,7 +208,7 @@ class BlendedLoss:
 
     def __init__(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         plain: Callable[..., Any],  # loss function to blend
         partners: tuple[Any, Any],  # targets and shares
         reduction: str,  # reduction of the loss function

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
@@ -23,7 +23,6 @@ from learnkit.callbacks.hooks import (
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, ModelError
 from learnkit.core.html import text_table
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     copy_buffers,
     name_of,
@@ -34,17 +33,8 @@ from learnkit.core.random import preserved_rng
 from learnkit.data.show import first_batch
 from learnkit.engine.callback import Callback
 
-__all__ = [
-    'Summary',
-    'Layer',
-    'summary',
-    'summarize_learner',
-    'dummy_eval',
-    'layer_info',
-    'model_sizes',
-    'num_features_model',
-    'total_params',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 WIDEST = 60  # largest number of characters of a column
 
@@ -199,25 +189,29 @@ def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
-def summarize_learner(learn: LearnerLike) -> Summary:
+def summarize_learner(learn: Learner) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
     batch = first_batch(learn.dls.train)
     notes = '\n'.join(_make_notes(learn))
     return _summarize(learn.model, lambda: _pass_forward(learn, batch), notes)
 
 
-def _pass_forward(learn: LearnerLike, batch: Any) -> None:
+def _pass_forward(learn: Learner, batch: Any) -> None:
     "Pass a batch through the model as a prediction does, without its loss."
 
     def skip_loss(cb: Callback) -> None:
         raise CancelBatchException
 
-    options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=skip_loss)}
+    options: dict[str, Any] = {
+        'with_preds': False,
+        'with_targs': False,
+        'cbs': Callback(after_pred=skip_loss),
+    }
     with learn.no_bar():
         learn.get_preds(dl=[batch], reorder=False, **options)
 
 
-def _make_notes(learn: LearnerLike) -> Iterator[str]:
+def _make_notes(learn: Learner) -> Iterator[str]:
     "Yield lines about optimizer, loss function and callbacks."
     loss_func = (
         _describe(learn.loss_func) if learn.loss_func is not None else 'none, or of the model'
@@ -253,7 +247,7 @@ def total_params(m: nn.Module) -> tuple[int, bool]:
 
 
 def layer_info(
-    learn: LearnerLike,
+    learn: Learner,
     *xb: Any,  # inputs of a batch, of which the first sample passes through the model
 ) -> L:
     """Return what each layer does, in fastai's form; `learn.summary()` shows more.

@@ -5,7 +5,7 @@ These functions run only after a value that is not finite was found, so they may
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,11 @@ from torch import Tensor, nn
 from learnkit.callbacks.hooks import Hooks, run_uncompiled
 from learnkit.callbacks.model_summary import restored_model
 from learnkit.core.batch import apply_model, form_of, tensors_in
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
 from learnkit.distributed.dtensor import local_shard, unpack_shards
 
-__all__ = [
-    'all_finite',
-    'is_finite',
-    'format_few',
-    'named_parameters',
-    'describe_samples',
-    'explain_nonfinite',
-    'find_bad_gradients',
-]
-
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # -- checks ----------------------------------------------------------------------------------------
 
@@ -67,7 +58,7 @@ def is_finite(value: Any) -> bool:
 # -- names -----------------------------------------------------------------------------------------
 
 
-def named_parameters(learn: LearnerLike) -> dict[str, nn.Parameter]:
+def named_parameters(learn: Learner) -> dict[str, nn.Parameter]:
     "Return the parameters of the model and of a loss function that is a module, by name."
     found = dict(learn.model.named_parameters())
     if isinstance(learn.loss_func, nn.Module):
@@ -75,7 +66,7 @@ def named_parameters(learn: LearnerLike) -> dict[str, nn.Parameter]:
     return found
 
 
-def find_bad_gradients(learn: LearnerLike) -> list[str]:
+def find_bad_gradients(learn: Learner) -> list[str]:
     "Return the names of the parameters whose gradients are not finite."
     return [
         name
@@ -98,7 +89,7 @@ def format_few(items: list[Any], most: int = 5) -> str:
 
 
 def explain_nonfinite(
-    learn: LearnerLike,  # a Learner within a batch, after its loss
+    learn: Learner,  # a Learner within a batch, after its loss
 ) -> str:
     """Return the origin of the loss's NaN or infinity in a sentence or two.
 
@@ -119,13 +110,13 @@ def explain_nonfinite(
     return text + describe_samples(learn)
 
 
-def describe_samples(learn: LearnerLike) -> str:
+def describe_samples(learn: Learner) -> str:
     "Return a sentence with the samples of the batch, or '' if unknown."
     indices = learn.passes.indices(learn)
     return f' The batch has the samples {format_few(indices)} of the data set.' if indices else ''
 
 
-def find_bad_data(learn: LearnerLike, indices: list[int] | None) -> list[str]:
+def find_bad_data(learn: Learner, indices: list[int] | None) -> list[str]:
     "Return the entries of the batch that are not finite, each with its samples."
     raw = learn.xb, learn.yb
     if learn.batch is not None:  # an overridden `all_batches` does not set it
@@ -171,13 +162,13 @@ def describe_rows(rows: list[int], indices: list[int] | None, whole: str = 'batc
     return f' in sample{s} {format_few([indices[r] for r in rows])} of the data set (row{s} {format_few(rows)})'
 
 
-def find_bad_weights(learn: LearnerLike) -> list[str]:
+def find_bad_weights(learn: Learner) -> list[str]:
     "Return the parameters that are not finite, and buffers with NaN: a mask may be infinite."
     bad = [f'parameter {name}' for name, p in named_parameters(learn).items() if not is_finite(p)]
     return bad + [f'buffer {name}' for name, b in learn.model.named_buffers() if b.isnan().any()]
 
 
-def find_bad_module(learn: LearnerLike) -> str | None:
+def find_bad_module(learn: Learner) -> str | None:
     "Run the forward pass again; return the first module with an output that is not finite."
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # the other ranks do not join the forward pass

@@ -27,8 +27,6 @@ from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
-__all__ = ['GuardNonFinite', 'TerminateOnNaNCallback', 'print_line']
-
 POLICIES = ('raise', 'skip', 'stop')
 
 

@@ -11,8 +11,6 @@ from learnkit.core.optional import check_libraries, import_library
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import MetricProperties
 
-__all__ = ['OptunaPruning']
-
 
 class OptunaPruning(Callback):
     """Report a column of the history to a trial of Optuna, and end the fit if Optuna prunes the trial.

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastcore.foundation import L
 
 from learnkit.core.errors import MetricError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.metrics.base import AvgSmoothLoss, Metric, is_scalar
 
-__all__ = ['Plots', 'draw_epochs']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 Point = tuple[int, float]  # epoch and value
 
@@ -23,7 +23,7 @@ Point = tuple[int, float]  # epoch and value
 class Plots:
     "Plotting methods of the Recorder; matplotlib is imported by the first plot."
 
-    learn: LearnerLike
+    learn: Learner
     loss: Metric
     smooth_loss: AvgSmoothLoss
     iters: L

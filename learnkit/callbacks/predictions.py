@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.errors import OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import as_list
 
-__all__ = ['FetchPredsCallback', 'CollectDataCallback', 'MCDropoutCallback', 'mc_dropout_preds']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class FetchPredsCallback(Callback):
@@ -177,7 +177,7 @@ def _has_dropout(m: nn.Module) -> bool:
 
 
 def mc_dropout_preds(
-    learn: LearnerLike,  # a Learner
+    learn: Learner,  # a Learner
     n: int = 10,  # number of predictions
     **kwargs: Any,  # `ds_idx`, `dl`, `act`, `inner`, `reorder` and `cbs`, as in `get_preds`
 ) -> tuple[Tensor, Tensor, Any]:  # mean, standard deviation (divisor n - 1), and targets

@@ -27,8 +27,6 @@ from learnkit.core.time import format_seconds
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 
-__all__ = ['ProgressCallback']
-
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs
 PATIENCE_S = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isnan, prod
 from numbers import Real
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
@@ -47,6 +46,9 @@ from learnkit.metrics.averages import (
 )
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
 from learnkit.metrics.merge import check_mergeable, gather_on_host
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 __all__ = [
     'Recorder',
@@ -629,7 +631,7 @@ def _as_lists(rows: Any) -> list[Any]:
     return list(rows.tolist() if isinstance(rows, Tensor) else rows)
 
 
-def recorder_of(learn: LearnerLike) -> Recorder | None:
+def recorder_of(learn: Learner) -> Recorder | None:
     "Return the Recorder of a Learner, or None."
     return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fastcore.basics import noop
@@ -16,7 +16,6 @@ from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.optimizer import has_foreign_opt
@@ -24,7 +23,8 @@ from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.seams import fit_seams
 from learnkit.engine.snapshot import restored
 
-__all__ = ['Replay', 'replay']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # attributes of a Learner that describe the position of a batch in the loop
 STATE = (
@@ -135,7 +135,7 @@ class Replay(Callback):
 
 
 def replay(
-    learn: LearnerLike,
+    learn: Learner,
     detect_anomaly: bool,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
     "Repeat a batch; see `Learner.replay`."
@@ -168,7 +168,7 @@ def class_name(cb: Callback) -> tuple[str, str]:
 
 
 @contextmanager
-def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
+def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
     "Use the callbacks of the run; leave out those that only track, save or stop and did not fail."
 
     def takes_part(cb: Any) -> bool:
@@ -189,7 +189,7 @@ def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
         yield
 
 
-def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
+def repeat(learn: Learner, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
     "Open the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train' if training else 'validate')
@@ -231,12 +231,12 @@ class KnownPass(TrainingPasses):
         self.known = known
 
     @override
-    def indices(self, learn: LearnerLike) -> list[Any] | None:
+    def indices(self, learn: Learner) -> list[Any] | None:
         "Return the indices of the repeated batch."
         return self.known
 
 
-def restore_position(learn: LearnerLike, drawn: Drawn) -> None:
+def restore_position(learn: Learner, drawn: Drawn) -> None:
     "Restore the Learner's position in the loop at which the batch was drawn."
     vars(learn).update(drawn.state, batch=drawn.batch)
     learn.counters.load_units(drawn.done)

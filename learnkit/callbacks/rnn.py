@@ -12,8 +12,6 @@ from learnkit.core.errors import ModelError, OptionError
 from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 
-__all__ = ['ModelResetter', 'RNNCallback', 'RNNRegularizer', 'rnn_cbs']
-
 
 class ModelResetter(Callback):
     """Call `model.reset()` before each epoch's training and validation and after the fit.

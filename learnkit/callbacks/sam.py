@@ -16,8 +16,6 @@ from learnkit.distributed.dtensor import local_shards, total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import make_repeat_error, replaces_batch
 
-__all__ = ['SAM']
-
 EPS = 1e-12  # added to the norm in the divisor
 
 

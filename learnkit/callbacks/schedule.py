@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import FitError, ScheduleError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count, check_number, is_number, warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
@@ -38,6 +37,9 @@ from learnkit.optim.annealing import (
     combined_cos,
 )
 from learnkit.optim.hyperparams import HYPERS, OPTIONS, UPPER_BOUNDS, set_value
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 __all__ = [
     'annealer',
@@ -173,7 +175,7 @@ class ParamScheduler(Callback):
 
 
 def fit_one_cycle(
-    learn: LearnerLike,
+    learn: Learner,
     n_epoch: int,
     lr_max: Any,
     div: float,
@@ -199,7 +201,7 @@ def fit_one_cycle(
 
 
 def fit_flat_cos(
-    learn: LearnerLike,
+    learn: Learner,
     n_epoch: int,
     lr: Any,
     div_final: float,
@@ -219,7 +221,7 @@ def fit_flat_cos(
 
 
 def fit_sgdr(
-    learn: LearnerLike,
+    learn: Learner,
     n_cycles: int,
     cycle_len: int,
     lr_max: Any,
@@ -243,7 +245,7 @@ def fit_sgdr(
 
 
 def fine_tune(
-    learn: LearnerLike,
+    learn: Learner,
     epochs: Any,
     base_lr: float,
     freeze_epochs: int,
@@ -302,7 +304,7 @@ def fine_tune(
 
 
 def _prepare_rates(
-    learn: LearnerLike, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
+    learn: Learner, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
 ) -> Any:
     "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
@@ -318,7 +320,7 @@ def _prepare_rates(
 
 
 def _fit_with_schedules(
-    learn: LearnerLike,
+    learn: Learner,
     scheds: Mapping[str, Schedule],
     n_epoch: int,
     peak: Any,

@@ -13,8 +13,6 @@ from fastcore.basics import noop
 
 from learnkit.data.workers import outlast_sigterm
 
-__all__ = ['StopRequest', 'in_ipython']
-
 _active_requests: list[StopRequest] = []
 _before: dict[int, Any] = {}  # previous handler of each signal that is handled here now
 

@@ -22,8 +22,6 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.passes import ends_iteration
 from learnkit.metrics.direction import as_comparison
 
-__all__ = ['EarlyStopper', 'EarlyStopping', 'FixedStopper', 'ThresholdStopper']
-
 EarlyStopping = EarlyStopper = EarlyStoppingCallback  # names in Composer, ksuit and others
 
 

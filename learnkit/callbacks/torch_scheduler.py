@@ -19,8 +19,6 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
 from learnkit.optim.hyperparams import OPTIONS
 
-__all__ = ['LRScheduler']
-
 
 class LRScheduler(Callback):
     """Run one of torch's schedulers after each epoch, or after each batch with an optimizer step.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
@@ -17,7 +17,6 @@ from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column, records
 from learnkit.checkpoint.saving import check_weights_path, find_weights_path, resolve_path
 from learnkit.core.errors import OptionError, TimeError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
@@ -25,6 +24,9 @@ from learnkit.engine.checks import check_takes
 from learnkit.engine.counters import check_countable
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import MetricProperties, as_comparison
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 __all__ = [
     'TerminateOnNaNCallback',
@@ -168,7 +170,7 @@ class TrackerCallback(Callback):
 
 
 def check_counted(
-    learn: LearnerLike,  # the Learner, in a fit
+    learn: Learner,  # the Learner, in a fit
     time: Time,  # time to wait for
 ) -> None:
     "Raise `TimeError` for a unit that this fit does not count, since the time would never come."

@@ -14,17 +14,17 @@ import math
 import struct
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from learnkit.core.batch import call_by_name, tensors_in, to_detach, unpack_output
-from learnkit.core.learner_type import LearnerLike
 from learnkit.optim.optimizers import DecoupledSGD
 
-__all__ = ['whole_step', 'NotCompiled', 'Plan', 'Rule', 'RULES']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 Flags = tuple[bool, ...]
 
@@ -82,7 +82,7 @@ class Plan:
 
     def __init__(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         last: Plan | None = None,  # previous plan; its tensor of numbers is reused if it fits
     ) -> None:
         self.model = learn.model
@@ -163,7 +163,7 @@ class Plan:
         host = torch.zeros(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         return host, host.to(self.device)
 
-    def holds(self, learn: LearnerLike) -> bool:
+    def holds(self, learn: Learner) -> bool:
         "Return True if parameters, states and terms of the update are unchanged, apart from hooks."
         opt = self.opt
         if (

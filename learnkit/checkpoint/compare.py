@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.plain import is_dense
 from learnkit.core.random import capture_rng
@@ -22,7 +21,8 @@ from learnkit.core.validation import check_count
 from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback_state import collect_nondeterministic_state
 
-__all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp in any entry
 WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
@@ -78,7 +78,7 @@ def differences(
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
 
 
-def learn_digest(learn: LearnerLike) -> str:
+def learn_digest(learn: Learner) -> str:
     """Return the digest of a Learner: weights, buffers, optimizer, callbacks, counters and random generators.
 
     >>> from learnkit.testing import synth_learner
@@ -93,7 +93,7 @@ def learn_digest(learn: LearnerLike) -> str:
     return digest(learn_state(learn))
 
 
-def learn_state(learn: LearnerLike) -> dict[str, Any]:
+def learn_state(learn: Learner) -> dict[str, Any]:
     "Return the state that `learn_digest` hashes, for `differences`. Its tensors are not copied."
     loss = learn.loss_func
     return {

@@ -30,14 +30,6 @@ from learnkit.distributed.dtensor import empty_on_host, full_tensor, is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    'find_parts_folder',
-    'take_parts',
-    'replace_at',
-    'load_parts',
-    'Writers',
-]
-
 Parts = dict[str, Tensor]  # DTensors, on the CPU when they are written
 
 

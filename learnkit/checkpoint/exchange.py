@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from learnkit.checkpoint.weights import (
 )
 from learnkit.core.batch import form_of
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of, unwrap_partial
 from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
@@ -30,14 +29,14 @@ from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.optim.wrapper import evaluation_weights
 
-__all__ = ['build_learner', 'save_learner']
-
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # -- writing ---------------------------------------------------------------------------------------
 
 
 def save_learner(
-    learn: LearnerLike,
+    learn: Learner,
     fname: str | Path = 'learner.pth',
     /,
     **model_config: Any,
@@ -50,7 +49,7 @@ def save_learner(
         return write_file(learn, path, partial(torch.save, state))
 
 
-def _collect_config(learn: LearnerLike) -> dict[str, Any]:
+def _collect_config(learn: Learner) -> dict[str, Any]:
     "Return a Learner's configuration as plain values: everything except weights, data and code."
     loss = unwrap_partial(learn.loss_func)
     vocab = getattr(learn.dls, 'vocab', None)

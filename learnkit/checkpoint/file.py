@@ -27,18 +27,6 @@ from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import atomic_write
 from learnkit.core.plain import identify_memory, is_dense
 
-__all__ = [
-    'FORMAT',
-    'damaged_error',
-    'shorten_error',
-    'write_state',
-    'write_tensors',
-    'read_state',
-    'read_tensors',
-    'read_info',
-    'is_state_file',
-]
-
 FORMAT = 2  # version of the layout of files
 
 _ATOMS = (type(None), bool, int, float, str)

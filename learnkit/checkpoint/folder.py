@@ -13,31 +13,16 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.files import as_local_path, flush_file, flush_folder
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
-__all__ = [
-    'Entry',
-    'Found',
-    'check_files',
-    'describe_file',
-    'entries',
-    'file_has_size',
-    'find',
-    'find_superfluous',
-    'next_path',
-    'parse_number',
-    'read_own_files',
-    'remove_checkpoint',
-    'sweep_folders',
-    'write_own_files',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # suffixes of a checkpoint's file, and of the folders of shards and of callbacks next to it
 SUFFIX = '.ckpt'
@@ -250,7 +235,7 @@ def has_own_files(cb: Any) -> bool:
 
 
 def write_own_files(
-    learn: LearnerLike,
+    learn: Learner,
     path: Path,  # the file that the checkpoint will have
 ) -> dict[str, list[Any]]:
     """Let callbacks write their files. Return size and SHA-256 of each file, by its path in the folder.
@@ -274,7 +259,7 @@ def write_own_files(
 
 
 def read_own_files(
-    learn: LearnerLike,
+    learn: Learner,
     path: Path,  # the checkpoint's file
 ) -> None:
     "Let callbacks read their files. Callbacks without `save_to_checkpoint` get the folder of the checkpoints."

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
 from learnkit.core.html import definitions, never_raising
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.random import preserved_generators
 from learnkit.core.validation import check_count
@@ -33,7 +32,8 @@ from learnkit.engine.callback_state import has_own_state, lost_attributes
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
 
-__all__ = ['ResumeCheck', 'check_resume']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # digests of attributes, by the class of their owner and their name
 Digests = dict[tuple[str, str], str]
@@ -106,7 +106,7 @@ class _StopAt(Callback):
 
 
 def check_resume(
-    learn: LearnerLike,
+    learn: Learner,
     n_batches: int,
     stop_after: int | None,
 ) -> ResumeCheck:
@@ -157,7 +157,7 @@ def check_resume(
 
 
 @contextmanager
-def _as_new_process(learn: LearnerLike) -> Iterator[None]:
+def _as_new_process(learn: Learner) -> Iterator[None]:
     """Restore the Learner at the end of the block, and what only a new process would reset.
 
     These are the loader's state, and the random generators in objects of callbacks.
@@ -172,7 +172,7 @@ def _as_new_process(learn: LearnerLike) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_path(learn: LearnerLike, folder: Path) -> Iterator[None]:
+def _replaced_path(learn: Learner, folder: Path) -> Iterator[None]:
     "Set `learn.path` within the block, so that files of the runs are written there."
     path = learn.path
     learn.path = folder
@@ -193,7 +193,7 @@ def list_hints(cb: Any) -> list[str]:
     ]
 
 
-def digest_attributes(learn: LearnerLike) -> Digests:
+def digest_attributes(learn: Learner) -> Digests:
     "Return digests of the public attributes of the model's modules and of the Learner that no checkpoint holds."
     excluded = {*vars(nn.Module()), *STATE, *COUNTERS}
     found: Digests = {}

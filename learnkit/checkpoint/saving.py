@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import as_local_path, atomic_write, check_file
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, has_weights, preserved_modes
 from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
@@ -45,20 +44,12 @@ from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.optim.state import is_torch_state
 from learnkit.optim.wrapper import OptimWrapper, evaluation_weights
 
-__all__ = [
-    'check_weights_path',
-    'ensure_optimizer',
-    'export',
-    'find_weights_path',
-    'load',
-    'resolve_path',
-    'save',
-    'write_file',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 def save(
-    learn: LearnerLike,
+    learn: Learner,
     file: str | Path,
     with_opt: bool | None,
 ) -> Path:
@@ -68,7 +59,7 @@ def save(
         return _write_weights(learn, path, with_opt)
 
 
-def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
+def _write_weights(learn: Learner, path: Path, with_opt: bool | None) -> Path:
     "Write the current weights, and return the path."
     if path.suffix == SAFETENSORS:
         if with_opt:
@@ -93,7 +84,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
     return write_file(learn, path, partial(torch.save, state))
 
 
-def write_file(learn: LearnerLike, path: Path, write: Callable[[Path], None]) -> Path:
+def write_file(learn: Learner, path: Path, write: Callable[[Path], None]) -> Path:
     "Write a file atomically in rank 0, and return its path."
     if learn.world.is_first:
         with atomic_write(path) as tmp:
@@ -102,7 +93,7 @@ def write_file(learn: LearnerLike, path: Path, write: Callable[[Path], None]) ->
 
 
 def load(
-    learn: LearnerLike,
+    learn: Learner,
     file: str | Path,
     with_opt: bool | None,
     device: torch.device | str | int | None,
@@ -129,7 +120,7 @@ def load(
 
 
 @contextmanager
-def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
+def ensure_optimizer(learn: Learner, needed: bool) -> Iterator[None]:
     "Create an optimizer if one is needed and missing, and discard it if the block fails."
     before = learn.opt, learn.lr, learn.own_lrs, learn.counters.steps
     if needed and (learn.opt is None or has_foreign_opt(learn)):
@@ -143,7 +134,7 @@ def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
         raise
 
 
-def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> Path:
+def find_weights_path(learn: Learner, file: Any, to_read: bool = False) -> Path:
     "Return the path of a weights file. A file to read may have another suffix, or end in `.pth.pth`, as in fastai."
     folder = learn.path / as_local_path(learn.model_dir)
     path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
@@ -153,13 +144,13 @@ def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> P
     return next((p for p in alternatives if p.is_file()), path)
 
 
-def check_weights_path(learn: LearnerLike, file: str | Path) -> None:
+def check_weights_path(learn: Learner, file: str | Path) -> None:
     "Raise `OptionError` if a weights file of this name cannot be written."
     check_file(find_weights_path(learn, file))
 
 
 def export(
-    learn: LearnerLike,
+    learn: Learner,
     fname: str | Path,
     act: Callable[[Any], Any] | None,
     sample: Any,

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.basics import noop
@@ -35,7 +35,6 @@ from learnkit.checkpoint.weights import (
     load_stored,
 )
 from learnkit.core.errors import CheckpointError, add_note
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
 from learnkit.core.random import capture_rng, restore_rng
@@ -59,15 +58,8 @@ from learnkit.engine.resume import (
     list_checkpoint_folders,
 )
 
-__all__ = [
-    'begin_resume',
-    'checkpoint_state',
-    'collect_state',
-    'find_checkpoint',
-    'copy_to_host',
-    'load_checkpoint_state',
-    'restore_state',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # attributes of the loop that are saved without conversion
 COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
@@ -84,7 +76,7 @@ ENTRIES = (
 )
 
 
-def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
+def checkpoint_state(learn: Learner) -> dict[str, Any]:
     "Return the complete training state, copied to host memory, as plain values and tensors."
     if learn.run.depth and not checkpoint_point(learn):
         raise CheckpointError(
@@ -94,7 +86,7 @@ def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
     return copy_to_host(gather_full_state(collect_state(learn, checkpoint_point(learn))))
 
 
-def load_checkpoint_state(learn: LearnerLike, state: Mapping[str, Any]) -> None:
+def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
     "Restore a checkpoint's state outside of a fit. `state` is copied, not modified."
     if learn.run.depth:
         raise CheckpointError(
@@ -109,7 +101,7 @@ def load_checkpoint_state(learn: LearnerLike, state: Mapping[str, Any]) -> None:
     restore_state(learn, r)
 
 
-def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
@@ -136,7 +128,7 @@ def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
     return full_state
 
 
-def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
+def _collect_trained(learn: Learner) -> dict[str, Any]:
     "Return the states of the model, the loss function and the optimizer."
     opt = learn.opt
     loss_func = learn.loss_func
@@ -147,7 +139,7 @@ def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
     }
 
 
-def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the counters of the loop; `point` names the point of the loop, as in `SAVE_POINTS`."
     loss = getattr(learn, 'loss', None)
     n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.passes.n_drawn
@@ -168,7 +160,7 @@ def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
     }
 
 
-def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
+def find_checkpoint(learn: Learner, resume: Any) -> ResumeState | None:
     "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
     r: ResumeState | None = learn.strategy.find_checkpoint(
         learn, resume, partial(_find_on_rank, learn)
@@ -176,7 +168,7 @@ def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
     return r
 
 
-def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
+def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
     "Return this rank's checkpoint for `fit(resume=...)`."
     if resume is False or resume is None:
         return None
@@ -208,7 +200,7 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
     return r
 
 
-def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
+def begin_resume(learn: Learner, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.resuming = learn.strategy.take_own_state(learn, resume)
@@ -228,7 +220,7 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     _warn_of_differences(learn, r)
 
 
-def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
+def _warn_of_differences(learn: Learner, r: ResumeState) -> None:
     "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
     loop = r.loop
     n = loop['n_epoch']
@@ -251,7 +243,7 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
         )
 
 
-def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
+def _describe_next(learn: Learner, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop = r.loop
     n = learn.n_epoch
@@ -265,7 +257,7 @@ def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     return f'in epoch {i}{total}, after {batches} batches.'
 
 
-def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
+def _check_fits(learn: Learner, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
     _add_unfrozen_params(learn, r.state)
     differences = compare_stored(learn, _find_trained(r.state))
@@ -273,7 +265,7 @@ def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
     check_weights(source, differences, learn.model, ' Make model and optimizer as they were.')
 
 
-def _add_unfrozen_params(learn: LearnerLike, state: Mapping[str, Any]) -> None:
+def _add_unfrozen_params(learn: Learner, state: Mapping[str, Any]) -> None:
     "Add to the optimizer the parameters that the checkpoint's run has unfrozen after its first step."
     if state['optimizer'] is None:
         return
@@ -293,7 +285,7 @@ def _add_unfrozen_params(learn: LearnerLike, state: Mapping[str, Any]) -> None:
         p.requires_grad_(False)  # `_restore_flags` sets the flags
 
 
-def _load_weights(learn: LearnerLike, r: ResumeState) -> None:
+def _load_weights(learn: Learner, r: ResumeState) -> None:
     "Load weights and optimizers; keep the previous ones for a rollback until all state is restored."
     # a lazy model has no weights yet
     is_lazy_model = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
@@ -308,7 +300,7 @@ def _find_trained(state: Mapping[str, Any]) -> Stored:
     return Stored(state['model'], state['optimizer'], state['loss_func'])
 
 
-def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
+def restore_state(learn: Learner, resume: ResumeState) -> None:
     "Restore all state, random generators last."
     learn.resuming = None
     learn.resumed = False
@@ -326,7 +318,7 @@ def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
     learn.strategy.after_restore(learn, resume)
 
 
-def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
+def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     "Restore the counters of the loop, but not the length of the fit; compute the completed share from this length."
     pct_train = learn.pct_train
     n_epoch = learn.n_epoch if learn.run.depth else loop['n_epoch']
@@ -351,7 +343,7 @@ def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _roll_back_on_error(learn: LearnerLike, r: ResumeState) -> Iterator[None]:
+def _roll_back_on_error(learn: Learner, r: ResumeState) -> Iterator[None]:
     "If the block fails, restore weights, optimizers, callbacks' states and the counters of all fits."
     states = copy_to_host(learn.callback_states())
     done = learn.counters.by_unit()
@@ -371,7 +363,7 @@ def _roll_back_on_error(learn: LearnerLike, r: ResumeState) -> Iterator[None]:
         raise
 
 
-def _restore_flags(learn: LearnerLike, state: Mapping[str, Any]) -> None:
+def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
     "Restore the frozen parameters, and the gradients that were accumulated but not yet used for a step."
     opt = learn.opt
     frozen = set(state['frozen']['names'])
@@ -388,7 +380,7 @@ def _restore_flags(learn: LearnerLike, state: Mapping[str, Any]) -> None:
         )
 
 
-def _compute_share(learn: LearnerLike, loop: Mapping[str, Any]) -> float:
+def _compute_share(learn: Learner, loop: Mapping[str, Any]) -> float:
     "Return the completed share of this fit if its length differs from the checkpoint's."
     epoch_share = 1.0
     if loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch':

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,12 @@ from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, wr
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
 from learnkit.distributed.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 
-__all__ = [
-    'Stored',
-    'read_weights',
-    'write_safetensors',
-    'check_weights',
-    'load_weights',
-    'compare_stored',
-    'compare_weights',
-    'load_stored',
-    'model_state',
-    'collect_module_state',
-    'add_frozen_weights',
-    'find_changed',
-    'find_trainable',
-    'leave_out_frozen_weights',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 FORMAT = 1  # format of files written by `save_learner`
 LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
@@ -285,7 +270,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = Tr
     model.load_state_dict(weights, strict=strict)
 
 
-def compare_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> list[str]:
+def compare_stored(learn: Learner, stored: Stored, strict: bool = True) -> list[str]:
     "Return a line for each difference of a Learner's model, loss function and optimizers from stored ones."
     lines = compare_weights(learn.model, stored.model, strict)
     if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
@@ -295,7 +280,7 @@ def compare_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> l
     return lines
 
 
-def load_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> None:
+def load_stored(learn: Learner, stored: Stored, strict: bool = True) -> None:
     "Load a Learner's model, loss function and optimizers, after `compare_stored`."
     load_weights(learn.model, stored.model, strict)
     if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:

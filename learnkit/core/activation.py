@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from learnkit.core.model import unwrap_partial
 
-__all__ = ['find_activation', 'find_decoder']
-
 
 def find_activation(
     loss_func: Any,  # loss function of learnkit, of torch, or any other

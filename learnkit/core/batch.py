@@ -11,7 +11,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,40 +20,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.core.errors import BatchError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import ATOMS
 
-__all__ = [
-    'TARGET_NAMES',
-    'BatchForm',
-    'split_batch',
-    'form_of',
-    'to_device',
-    'to_detach',
-    'detuplify',
-    'find_bs',
-    'count_samples',
-    'batch_counter',
-    'count_stacked',
-    'concat',
-    'microbatches',
-    'slice_batch',
-    'take_rows',
-    'is_sample_list',
-    'are_sample_lists',
-    'has_listed_samples',
-    'apply_model',
-    'passed_names',
-    'call_by_name',
-    'unpack_output',
-    'map_tensors',
-    'tensors_in',
-    'are_equal',
-    'describe',
-    'short_repr',
-    'children_of',
-    'rebuild',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # default names of targets in mappings and dataclasses
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')
@@ -244,14 +214,14 @@ def find_bs(
 
 
 def count_samples(
-    learn: LearnerLike,  # Learner with a current batch
+    learn: Learner,  # Learner with a current batch
 ) -> int:
     "Return the number of samples in this rank's current batch, by `find_bs` and the Learner's `size_func`."
     return find_bs(learn.xb, learn.yb, getattr(learn, 'size_func', None))
 
 
 def batch_counter(
-    learn: LearnerLike,  # a Learner
+    learn: Learner,  # a Learner
 ) -> Callable[[Any], int]:
     "Return a function that splits a batch of the training loader and counts its samples like `count_samples`."
     form = form_of(learn.dls)

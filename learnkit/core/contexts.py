@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-__all__ = ['paused_collection', 'replacing_yield']
-
 
 class replacing_yield:
     """Set an attribute to another value within a context.

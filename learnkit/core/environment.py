@@ -8,8 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from learnkit.core.version import VERSION
 
-__all__ = ['describe_environment']
-
 REQUIRED = 'torch fastcore numpy tqdm lazy_loader safetensors filelock'.split()
 OPTIONAL = (
     'matplotlib scikit-learn pandas torchmetrics transformers pytorch_optimizer schedulefree psutil tensorboard '

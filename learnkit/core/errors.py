@@ -8,40 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    'CancelException',
-    'CancelBackwardException',
-    'CancelStepException',
-    'CancelBatchException',
-    'CancelTrainException',
-    'CancelValidException',
-    'CancelEpochException',
-    'CancelFitException',
-    'StepPutOff',
-    'LearnkitError',
-    'CallbackError',
-    'UnknownEventError',
-    'OrderError',
-    'CancelError',
-    'LoaderError',
-    'EmptyLoaderError',
-    'BatchError',
-    'LossError',
-    'MetricError',
-    'OptimizerError',
-    'ModelError',
-    'FitError',
-    'TimeError',
-    'OptionError',
-    'ScheduleError',
-    'WeightsError',
-    'CheckpointError',
-    'DamagedError',
-    'FolderInUseError',
-    'MissingExtraError',
-    'DistributedError',
-]
-
 
 class CancelException(Exception):
     """Base class of the exceptions that skip the rest of one level of the loop.

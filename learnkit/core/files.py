@@ -25,20 +25,6 @@ from learnkit.core.interrupts import run_all
 if TYPE_CHECKING:
     from filelock import FileLock
 
-__all__ = [
-    'FolderLock',
-    'as_local_path',
-    'atomic_write',
-    'check_file',
-    'check_folder',
-    'check_folder_name',
-    'check_writable',
-    'sweep',
-    'flush_file',
-    'flush_folder',
-    'unused_path',
-]
-
 # `Path` leaves one of the slashes of `s3://`; the drives of Windows have one letter
 _URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]+:/')
 

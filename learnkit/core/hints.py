@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from learnkit.core.errors import did_you_mean
 
-__all__ = ['check_keywords', 'suggest_keyword', 'suggest_class']
-
 F = TypeVar('F', bound=Callable[..., Any])
 
 # name of a parameter in this package: names in other libraries

@@ -13,19 +13,6 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = [
-    'DisplayHandle',
-    'definitions',
-    'truncate_rows',
-    'format_cell',
-    'html_row',
-    'in_notebook',
-    'never_raising',
-    'safe_call',
-    'table',
-    'text_table',
-]
-
 MAX_ROWS = 60  # maximum number of rows of a table, which keeps a saved notebook small
 _LINE = 'thin solid rgba(128,128,128,.4)'
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
-__all__ = ['deferred_interrupts', 'allow_interrupts', 'run_all']
-
 _ATTEMPTS = 10  # maximum number of times that an interrupted step is run
 # a token for each running `allow_interrupts`
 _allowed: list[object] = []

@@ -8,32 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import apply_model
-from learnkit.core.learner_type import LearnerLike
 
-__all__ = [
-    'bare_model',
-    'wrappers_of',
-    'has_weights',
-    'model_device',
-    'has_lazy_tensors',
-    'move_to_device',
-    'preserved_modes',
-    'copy_buffers',
-    'restore_buffers',
-    'name_of',
-    'unwrap_partial',
-    'takes_batches',
-    'whole_batch',
-    'WholeBatches',
-    'call_module',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # methods that Composer's `ComposerModel` has in addition to `forward(batch)`, such as `loss(outputs, batch)`
 _BATCH_METHODS = ('loss', 'eval_forward', 'update_metric', 'get_metrics')
@@ -83,7 +67,7 @@ def has_lazy_tensors(model: nn.Module) -> bool:
     return any(map(is_lazy, chain(model.parameters(), model.buffers())))
 
 
-def move_to_device(learn: LearnerLike) -> None:
+def move_to_device(learn: Learner) -> None:
     "Move the model, and a loss function that is a module, to the device of `learn.dls`; do nothing without a device."
     device = getattr(learn.dls, 'device', None)
     if device is None:
@@ -184,7 +168,7 @@ def takes_batches(
 
 
 def whole_batch(
-    learn: LearnerLike,  # Learner with a current batch
+    learn: Learner,  # Learner with a current batch
 ) -> Any:
     "Return the batch or microbatch as one object: a tuple of inputs and targets, or the only input of another batch."
     if isinstance(learn.batch, (tuple, list)):
@@ -200,7 +184,7 @@ class WholeBatches:
 
     def call(
         self,
-        learn: LearnerLike,  # Learner with a current batch
+        learn: Learner,  # Learner with a current batch
         model: nn.Module,  # its model, or the wrapper that is called in training
     ) -> Any:
         "Call the model with the whole batch, and return the prediction; in validation, keep the loss of its outputs."
@@ -215,7 +199,7 @@ class WholeBatches:
         self._own_loss = _reduce_losses(bare.loss(outputs, batch))
         return bare.eval_forward(batch, outputs)
 
-    def loss(self, learn: LearnerLike) -> Any:
+    def loss(self, learn: Learner) -> Any:
         "Return the model's own loss of the current prediction."
         if not learn.training:
             return self._own_loss
@@ -224,7 +208,7 @@ class WholeBatches:
 
 
 def call_module(
-    learn: LearnerLike,  # Learner with a current batch
+    learn: Learner,  # Learner with a current batch
     module: nn.Module,  # its model, or the wrapper that is called in training
 ) -> Any:
     "Call a module with the inputs of the batch, or with the whole batch if it has Composer's interface."

@@ -8,8 +8,6 @@ from typing import Any
 
 from learnkit.core.errors import MissingExtraError
 
-__all__ = ['check_libraries', 'describe_missing', 'import_library']
-
 # modules whose package has another name
 _PACKAGES = {'sklearn': 'scikit-learn', 'PIL': 'pillow'}
 

@@ -13,18 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import OptionError
 
-__all__ = [
-    'ATOMS',
-    'as_atom',
-    'as_plain',
-    'clone_view',
-    'identify_memory',
-    'is_dense',
-    'map_plain',
-    'to_plain',
-    'to_storable',
-]
-
 # types without entries, and the function that converts an object of a subclass, such as a member of an enum
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
     bool: bool,

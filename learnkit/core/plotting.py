@@ -9,18 +9,6 @@ from typing import Any
 
 from learnkit.core.optional import import_library
 
-__all__ = [
-    'COLORS',
-    'WRONG',
-    'AxesList',
-    'pyplot',
-    'color',
-    'choose_columns',
-    'new_axes',
-    'axes_or_new',
-    'encode_figure',
-]
-
 # color-blind safe palette of Okabe and Ito, without the colors that have little contrast on white
 COLORS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'
 WRONG = COLORS[1]  # marks a mistake, together with bold text and a frame

@@ -21,20 +21,6 @@ from torch import Tensor, nn
 from learnkit.core.batch import map_tensors
 from learnkit.core.plain import map_plain
 
-__all__ = [
-    'RNGState',
-    'capture_rng',
-    'restore_rng',
-    'preserved_rng',
-    'own_generators',
-    'capture_own',
-    'capture_generator',
-    'restore_generator',
-    'restore_own',
-    'preserved_generators',
-    'state_setter',
-]
-
 RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 'mps'
 
 

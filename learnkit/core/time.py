@@ -16,16 +16,6 @@ from typing import Any
 from learnkit.core.errors import TimeError, did_you_mean
 from learnkit.core.html import definitions, never_raising
 
-__all__ = [
-    'UNITS',
-    'Time',
-    'Timestamp',
-    'as_time',
-    'count_crossings',
-    'format_seconds',
-    'format_time',
-]
-
 UNITS = {
     'iter': 'iterations',
     'ep': 'epochs',

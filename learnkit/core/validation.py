@@ -12,7 +12,7 @@ from collections.abc import Callable
 from inspect import Parameter, signature
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
 import torch
@@ -21,32 +21,11 @@ from torch.nn import functional
 
 from learnkit.core.batch import children_of, passed_names, short_repr, tensors_in
 from learnkit.core.errors import LearnkitError, LossError, MetricError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.random import preserved_rng
 
-__all__ = [
-    'is_number',
-    'is_count',
-    'check_number',
-    'check_count',
-    'takes',
-    'takes_alone',
-    'warn_user',
-    'warn_of_nan',
-    'model_hint',
-    'precision_hint',
-    'loss_hint',
-    'classes_hint',
-    'check_pairing',
-    'check_class_scores',
-    'warn_of_order',
-    'shape_fix',
-    'check_choice',
-    'needs_class_indices',
-    'takes_class_numbers',
-    'check_class_numbers',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # `warn_user` skips frames of these files to find the line of user code
 _INTERNAL_PATHS = (
@@ -83,7 +62,7 @@ def warn_user(text: str) -> None:
 
 
 def warn_of_nan(
-    learn: LearnerLike,
+    learn: Learner,
     losses: list[float],  # training loss of each step of the fit
     n_before: int,  # number of steps before this epoch
 ) -> None:

@@ -26,22 +26,6 @@ from learnkit.data.show import first_batch, first_samples, own_method, show_samp
 from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows
 from learnkit.data.torch_loader import iterates_as_torch, rebuild_without_workers, torch_in_order
 
-__all__ = [
-    'DataLoaders',
-    'TensorLoader',
-    'default_device',
-    'as_dataloaders',
-    'evaluation_loaders',
-    'check_loader',
-    'check_loaders',
-    'decodes_batches',
-    'n_batches',
-    'batch_size_of',
-    'epoch_length',
-    'describe_loader',
-    'make_unshuffled',
-]
-
 
 def default_device() -> torch.device:
     """Return the device to train on: CUDA, else MPS, else the CPU. The call creates no CUDA context.

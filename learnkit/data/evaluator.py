@@ -8,8 +8,6 @@ from typing import Any
 from learnkit.core.errors import LoaderError
 from learnkit.core.time import Time, as_time
 
-__all__ = ['Evaluator', 'as_every', 'named_loaders']
-
 
 class Evaluator:
     """Validation loader with its own interval and metrics: `DataLoaders(train, {'night': Evaluator(dl, '500ba')})`.

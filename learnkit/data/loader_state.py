@@ -17,8 +17,6 @@ from torch.utils.data import Sampler
 from learnkit.core.random import capture_generator, capture_own, restore_own
 from learnkit.data.dataloaders import TensorLoader
 
-__all__ = ['capture_loader_state', 'restore_loader_state', 'find_own_parts']
-
 State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribute path
 
 _NUMBERS = (int, float, bool, NoneType)

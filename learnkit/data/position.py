@@ -42,8 +42,6 @@ from learnkit.data.torch_loader import (
     workers_run,
 )
 
-__all__ = ['LoaderPosition', 'check_position', 'describe_drawn']
-
 State = dict[str, Any]
 _END = object()  # marks the end of a loader, as the default of `next`
 

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 from learnkit.core.batch import map_tensors, tensors_in, to_device
 from learnkit.data.dataloaders import TensorLoader
 
-__all__ = ['read_ahead']
-
 _END = object()  # marks the end of a loader, as the default of `next`
 
 

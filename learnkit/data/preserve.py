@@ -10,8 +10,6 @@ from typing import Any
 from learnkit.core.random import preserved_generators, preserved_rng, state_setter
 from learnkit.data.torch_loader import forget_workers
 
-__all__ = ['preserve_loaders', 'undisturbed_loader']
-
 
 def refill_dict(o: Any, items: dict[Any, Any]) -> None:
     "Give the dict `o` the entries `items` in the same order, unless the entries are identical."

@@ -20,8 +20,6 @@ from learnkit.core.random import (
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.torch_loader import belongs_to_sampler
 
-__all__ = ['Order', 'Shard']
-
 
 class Order:
     """Generators from which every rank draws the same data order.

@@ -17,22 +17,6 @@ from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.data.tables import as_table, cell, find_class_name, format_targets, shorten
 
-__all__ = [
-    'show_samples',
-    'own_method',
-    'first_batch',
-    'first_samples',
-    'as_targets',
-    'class_axis',
-    'find_errors',
-    'find_images',
-    'as_pictures',
-    'class_colors',
-    'draw_images',
-    'draw_pictures',
-    'draw_masks',
-]
-
 MAX_LEGEND = 24  # maximum number of classes in a legend
 
 

@@ -11,16 +11,6 @@ from learnkit.core.batch import TARGET_NAMES, children_of, describe, find_bs, is
 from learnkit.core.html import table, text_table
 from learnkit.core.optional import import_library
 
-__all__ = [
-    'Table',
-    'as_table',
-    'format_targets',
-    'class_names',
-    'find_class_name',
-    'cell',
-    'shorten',
-]
-
 MAX_COLUMNS = 10  # of a vector in a table
 MAX_CELL_CHARS = 60
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from learnkit.core.batch import describe
 from learnkit.core.errors import LoaderError
 
-__all__ = ['is_rows', 'are_rows_apart', 'are_inputs_and_targets', 'as_rows']
-
 
 def is_rows(o: object) -> bool:
     """Return True for a table with one row per sample: a tensor, an array, a data frame or a column of one.

@@ -10,21 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from learnkit.core.random import preserved_rng
 
-__all__ = [
-    'rebuild',
-    'rebuild_with_sampler',
-    'rebuild_without_workers',
-    'get_index_sampler',
-    'start_lists',
-    'ResumedSampler',
-    'iterates_as_torch',
-    'torch_in_order',
-    'belongs_to_sampler',
-    'workers_run',
-    'end_workers',
-    'forget_workers',
-]
-
 
 def rebuild(
     dl: DataLoader[Any],

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 
 from learnkit.data.dataloaders import evaluation_loaders
 
-__all__ = ['outlast_sigterm']
-
 _KINDS: dict[Any, type[Lasting]] = {}  # process class -> its replacement
 
 

@@ -13,8 +13,6 @@ from learnkit.core.model import unwrap_partial
 from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import ALIASES, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
 
-__all__ = ['Doc', 'doc', 'open_levels']
-
 # index of the first moment of an evaluation in `LIFECYCLE`
 _EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
 

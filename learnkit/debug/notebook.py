@@ -7,8 +7,6 @@ from typing import Any
 
 from learnkit.core.model import unwrap_partial
 
-__all__ = ['add_parameters', 'prepare_shell']
-
 
 def prepare_shell(
     shell: Any,  # IPython's shell

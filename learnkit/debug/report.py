@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from learnkit.core.environment import describe_environment
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.files import atomic_write
 from learnkit.core.html import definitions, table
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import color, encode_figure, new_axes, pyplot
 from learnkit.core.random import own_generators, preserved_rng
 from learnkit.core.validation import check_count
@@ -32,7 +31,8 @@ from learnkit.debug.repr import learner_html
 from learnkit.inference.interpretation import ClassificationInterpretation, Interpretation
 from learnkit.loggers.values import configuration
 
-__all__ = ['write_report']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 PANEL = (4.8, 3.2)  # size of a plot in inches
 DPI = 130
@@ -69,7 +69,7 @@ img.plot {{ width: min(100%, 32rem) }}
 
 
 def write_report(
-    learn: LearnerLike,
+    learn: Learner,
     fname: str | Path,
     predictions: bool,
     top_k: int,
@@ -96,7 +96,7 @@ def write_report(
 class _Page:
     "Sections of a report; the parts that need all ranks are computed in the constructor."
 
-    def __init__(self, learn: LearnerLike, predictions: bool, top_k: int) -> None:
+    def __init__(self, learn: Learner, predictions: bool, top_k: int) -> None:
         self.learn = learn
         self.top_k = top_k
         self.left_out: dict[str, str] = {}  # error messages by name of the part that is left out
@@ -190,7 +190,7 @@ class _Page:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _describe_layers(learn: LearnerLike) -> str:
+def _describe_layers(learn: Learner) -> str:
     summary = summarize_learner(learn)
     head = ['layer', 'type', 'output shape', 'parameters', 'trained']
     rows = [layer.cells() for layer in summary.layers]
@@ -203,7 +203,7 @@ def _describe_layers(learn: LearnerLike) -> str:
     return f'<details>{title}{_scroll(table(head, rows))}</details>'
 
 
-def _interpret(learn: LearnerLike) -> Interpretation:
+def _interpret(learn: Learner) -> Interpretation:
     "Return the predictions of the first validation loader, as classes if the targets are classes."
     with learn.no_bar():
         try:
@@ -250,7 +250,7 @@ def _format_hits(interp: ClassificationInterpretation) -> str:
     return f'<p>{right:,} of {n:,} right{share}</p>'
 
 
-def _render_settings(learn: LearnerLike) -> str:
+def _render_settings(learn: Learner) -> str:
     settings = {
         name: _format_number(value) if isinstance(value, float) else value
         for name, value in configuration(learn).items()
@@ -258,7 +258,7 @@ def _render_settings(learn: LearnerLike) -> str:
     return _wrap(definitions(settings))
 
 
-def _render_data(learn: LearnerLike) -> str:
+def _render_data(learn: Learner) -> str:
     rows = []
     for name, dl in [('train', learn.dls.train), *evaluation_loaders(learn.dls)]:
         n = n_batches(getattr(dl, 'dataset', None))
@@ -267,7 +267,7 @@ def _render_data(learn: LearnerLike) -> str:
     return sizes + _scroll(table(['generator', 'seed'], _list_seeds(learn)))
 
 
-def _list_seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
+def _list_seeds(learn: Learner) -> Iterator[tuple[str, str]]:
     "Yield the seeds of torch's generators; Python and NumPy do not keep their seeds."
     yield 'torch', str(torch.initial_seed())
     if torch.cuda.is_initialized():

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import definitions, format_cell, safe_call
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.time import format_time
 from learnkit.data.dataloaders import describe_loader, evaluation_loaders
 
-__all__ = ['learner_html', 'learner_text']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
-def learner_text(learn: LearnerLike) -> str:
+def learner_text(learn: Learner) -> str:
     "Return a Learner's model, loss, validation loaders and callbacks on one line."
     model, loss = (safe_call(partial(f, learn)) for f in (_get_model_name, _get_loss_name))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
@@ -25,7 +25,7 @@ def learner_text(learn: LearnerLike) -> str:
     return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
 
 
-def learner_html(learn: LearnerLike) -> str:
+def learner_html(learn: Learner) -> str:
     "Return the parts of a Learner and its training progress, as an HTML table."
     entries = {
         'model': _describe_model,
@@ -42,15 +42,15 @@ def learner_html(learn: LearnerLike) -> str:
     )
 
 
-def _get_model_name(learn: LearnerLike) -> str:
+def _get_model_name(learn: Learner) -> str:
     return type(learn.model).__name__
 
 
-def _get_loss_name(learn: LearnerLike) -> str | None:
+def _get_loss_name(learn: Learner) -> str | None:
     return name_of(learn.loss_func) if learn.loss_func else None
 
 
-def _describe_model(learn: LearnerLike) -> str:
+def _describe_model(learn: Learner) -> str:
     params = list(learn.model.parameters())
     known = [p for p in params if not is_lazy(p)]
     n = sum(p.numel() for p in known)
@@ -64,12 +64,12 @@ def _describe_model(learn: LearnerLike) -> str:
     return description
 
 
-def _list_loaders(learn: LearnerLike) -> list[str]:
+def _list_loaders(learn: Learner) -> list[str]:
     named = [('train', learn.dls.train), *evaluation_loaders(learn.dls)]
     return [f'{name}: {describe_loader(dl)}' for name, dl in named]
 
 
-def _describe_optimizer(learn: LearnerLike) -> str:
+def _describe_optimizer(learn: Learner) -> str:
     "Describe the optimizer and its learning rates; before it is made, describe the `opt_func`."
     opt = learn.opt
     name = name_of(getattr(learn.opt_func, 'func', learn.opt_func))
@@ -85,11 +85,11 @@ def _describe_optimizer(learn: LearnerLike) -> str:
     return description
 
 
-def _list_metrics(learn: LearnerLike) -> str:
+def _list_metrics(learn: Learner) -> str:
     return ', '.join(m.name for m in learn.metrics) or 'none'
 
 
-def _list_callbacks(learn: LearnerLike) -> list[str]:
+def _list_callbacks(learn: Learner) -> list[str]:
     return _list_reprs(learn.callbacks, 'list_ordered')
 
 
@@ -105,7 +105,7 @@ def _list_values(o: Any, name: str) -> list[Any]:
     return list(value() if callable(value) else value)
 
 
-def _describe_progress(learn: LearnerLike) -> str:
+def _describe_progress(learn: Learner) -> str:
     now = learn.time
     if not now.ba:
         return 'not yet'
@@ -117,7 +117,7 @@ def _describe_progress(learn: LearnerLike) -> str:
     return f'{", ".join(counts)} in {format_time(now.sec, "sec")}'
 
 
-def _describe_last_epoch(learn: LearnerLike) -> str:
+def _describe_last_epoch(learn: Learner) -> str:
     recorder = recorder_of(learn)
     row = dict(recorder.history[-1]) if recorder is not None and recorder.history else {}
     cells = [

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from warnings import warn
 
 import torch
@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import (
@@ -30,7 +29,8 @@ from learnkit.engine.dispatch import (
 )
 from learnkit.engine.events import CONTEXTS, canonical_event
 
-__all__ = ['explain', 'list_metric_names', 'trace', 'Handler', 'Handlers', 'Change', 'Trace']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 WATCHED = ('xb', 'yb', 'pred', 'loss', 'loss_grad')  # attributes that `trace` compares
 
@@ -85,7 +85,7 @@ class Trace(list[Change]):
         return '\n'.join(map(str, self)) or 'nothing was changed'
 
 
-def explain(learn: LearnerLike, event_name: str) -> Handlers:
+def explain(learn: Learner, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
     evaluation, training = (table[name] for table in learn.callbacks.tables)
@@ -104,7 +104,7 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
     return handlers
 
 
-def list_metric_names(learn: LearnerLike) -> dict[str, str]:
+def list_metric_names(learn: Learner) -> dict[str, str]:
     "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
     columns = recorder.list_columns() if recorder is not None else []
@@ -125,7 +125,7 @@ def list_metric_names(learn: LearnerLike) -> dict[str, str]:
 
 
 @contextmanager
-def trace(learn: LearnerLike) -> Iterator[Trace]:
+def trace(learn: Learner) -> Iterator[Trace]:
     "Return a context that records which callback changes what."
     changes = Trace()
     with _replace_tables(learn, lambda table: TracedTable(learn, table, changes)):
@@ -137,9 +137,7 @@ def trace(learn: LearnerLike) -> Iterator[Trace]:
 
 
 @contextmanager
-def _replace_tables(
-    learn: LearnerLike, make: Callable[[HandlerTable], HandlerTable]
-) -> Iterator[None]:
+def _replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
     learn.timings.stop(learn)
     original_tables = learn.tables
@@ -195,7 +193,7 @@ def find_user_function(cb: Any, event_name: str) -> Any:
 class TracedTable(HandlerTable):
     "Handler table that compares the state before and after each handler."
 
-    def __init__(self, learn: LearnerLike, table: HandlerTable, trace: Trace) -> None:
+    def __init__(self, learn: Learner, table: HandlerTable, trace: Trace) -> None:
         super().__init__(table.callbacks, table.training)
         self.learn = learn
         self.table = table
@@ -226,7 +224,7 @@ class TracedTable(HandlerTable):
             ]
 
 
-def digest_state(learn: LearnerLike) -> dict[str, Any]:
+def digest_state(learn: Learner) -> dict[str, Any]:
     "Return a digest of every value that a callback may change, by name."
     found: dict[str, Any] = {
         name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
@@ -41,7 +40,8 @@ from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.run import clear_pass
 from learnkit.engine.strategy import SingleProcess
 
-__all__ = ['DistributedTraining']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 T = TypeVar('T')
 
@@ -63,7 +63,7 @@ class BatchShare:
 class Weights:
     "Weight of a batch on this rank, and its sum over all ranks, which is reduced during the forward pass."
 
-    def __init__(self, own: Any, learn: LearnerLike) -> None:
+    def __init__(self, own: Any, learn: Learner) -> None:
         self.own = torch.as_tensor(own, dtype=torch.float64, device=learn.batch_device)
         self._sum = self.own.detach().clone()
         group = learn.world.control if self._sum.is_cpu else None
@@ -506,13 +506,13 @@ class GradientMean(Callback):
             team.parallelism.share_buffers(self.learn)
 
 
-def has_weights(learn: LearnerLike) -> bool:
+def has_weights(learn: Learner) -> bool:
     "Return True if batches with as many samples may weigh differently in the mean over ranks."
     weights = learn.loss_weights
     return not weights.is_sum(learn) and not weights.are_samples(learn)
 
 
-def has_tokens(learn: LearnerLike) -> bool:
+def has_tokens(learn: Learner) -> bool:
     "Return True if the tokens of the current batch are counted."
     if learn.token_func is not None:
         return True

@@ -21,17 +21,6 @@ from learnkit.core.errors import DistributedError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-__all__ = [
-    'Comm',
-    'SINGLE_RANK',
-    'SLOTS',
-    'has_joined',
-    'join_ranks',
-    'launched_as',
-    'read_value',
-    'write_value',
-]
-
 T = TypeVar('T')
 Address = tuple[str, int]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -11,23 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.errors import DistributedError, ModelError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.comm import Comm
 from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.distributed.dtensor import is_dtensor
 
-__all__ = [
-    'check_alike',
-    'check_bare',
-    'check_replicas',
-    'compute_checksum',
-    'totals_differ',
-    'list_lengths',
-    'compute_totals',
-]
-
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 WRAPPERS = {'DistributedDataParallel', 'DataParallel', 'FullyShardedDataParallel'}
 
@@ -62,7 +53,7 @@ def describe_samples(dl: Any) -> str:
     return f'{n} samples (choice {crc32(np.asarray(indices).tobytes())})'
 
 
-def list_model_tensors(learn: LearnerLike) -> dict[str, Tensor]:
+def list_model_tensors(learn: Learner) -> dict[str, Tensor]:
     "Return the parameters and buffers of the model and of the loss function, by name."
     model = bare_model(learn.model)
     loss_func = learn.loss_func
@@ -74,7 +65,7 @@ def list_model_tensors(learn: LearnerLike) -> dict[str, Tensor]:
     }
 
 
-def list_optimizer_tensors(learn: LearnerLike) -> dict[str, Tensor]:
+def list_optimizer_tensors(learn: Learner) -> dict[str, Tensor]:
     "Return the tensors of the optimizer's state, by name."
     if learn.opt is None:
         return {}
@@ -88,7 +79,7 @@ def list_optimizer_tensors(learn: LearnerLike) -> dict[str, Tensor]:
 
 
 def check_alike(
-    learn: LearnerLike,
+    learn: Learner,
     world: Comm,  # process group
     descriptions: dict[str, str],  # descriptions of data and options, by name
 ) -> None:
@@ -141,7 +132,7 @@ def totals_differ(
     return max(sums) - min(sums) > 1e-6 * max(magnitudes)
 
 
-def check_replicas(learn: LearnerLike) -> None:
+def check_replicas(learn: Learner) -> None:
     "Raise `DistributedError` if weights, buffers or optimizer states differ between ranks."
     tensors = list_model_tensors(learn) | list_optimizer_tensors(learn)
     # shards differ between ranks

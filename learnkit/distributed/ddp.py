@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from inspect import signature
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,12 @@ from typing_extensions import override
 
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import call_module
 from learnkit.core.random import preserved_rng
 from learnkit.engine.loss import call_model
 
-__all__ = [
-    'Parallelism',
-    'Replicas',
-    'average',
-    'broadcast_tensors',
-    'is_too_big',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 HOLDER = 'DistributedDataParallel'  # of the seam `model`
 
@@ -45,33 +39,33 @@ class Parallelism:
     averages_late: bool = True
     has_synced: bool = False  # True once gradients were averaged in a pass with this model
 
-    def enter(self, learn: LearnerLike) -> None:
+    def enter(self, learn: Learner) -> None:
         "Change the Learner's model when the callback is added."
 
-    def prepare(self, learn: LearnerLike) -> None:
+    def prepare(self, learn: Learner) -> None:
         "Prepare the model for a fit, after it was moved to its device."
 
-    def catch_up(self, learn: LearnerLike) -> None:
+    def catch_up(self, learn: Learner) -> None:
         "Restore the order in which a resumed run averages gradients."
 
     def begin_pass(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         averages: bool,  # whether the gradients of this pass are averaged
     ) -> AbstractContextManager[Any] | None:
         "Begin a forward pass in training, and return a context for it."
         return None
 
-    def average_gradients(self, learn: LearnerLike) -> None:
+    def average_gradients(self, learn: Learner) -> None:
         "Average gradients that each rank has accumulated alone."
 
-    def share_buffers(self, learn: LearnerLike) -> None:
+    def share_buffers(self, learn: Learner) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
 
-    def release(self, learn: LearnerLike) -> None:
+    def release(self, learn: Learner) -> None:
         "Release resources of the process group at the end of a fit or after a failure."
 
-    def leave(self, learn: LearnerLike) -> None:
+    def leave(self, learn: Learner) -> None:
         "Restore the Learner's model when the callback is removed."
 
 
@@ -111,7 +105,7 @@ class Replicas(Parallelism):
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
 
     @override
-    def prepare(self, learn: LearnerLike) -> None:
+    def prepare(self, learn: Learner) -> None:
         "Wrap the model, unless it was prepared already with these parameters and buffers."
         model = learn.model
         params = list(learn.model.parameters())
@@ -127,7 +121,7 @@ class Replicas(Parallelism):
         if self.wrapped is not None:
             learn.seams.take(HOLDER, model=self.call)
 
-    def call(self, learn: LearnerLike) -> Any:
+    def call(self, learn: Learner) -> Any:
         "Call the wrapper in training, and the model itself in evaluation."
         module = self.wrapped if learn.training else None
         return call_module(learn, learn.model if module is None else module)
@@ -140,7 +134,7 @@ class Replicas(Parallelism):
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
 
     @override
-    def catch_up(self, learn: LearnerLike) -> None:
+    def catch_up(self, learn: Learner) -> None:
         """Give a new wrapper the buckets that the wrapper of the resumed run had.
 
         After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
@@ -168,7 +162,7 @@ class Replicas(Parallelism):
     @override
     def begin_pass(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         averages: bool,  # the gradients of the pass are averaged; otherwise they stay on this rank
     ) -> AbstractContextManager[Any] | None:
         "Begin a forward pass in training, and return a context for it."
@@ -181,12 +175,12 @@ class Replicas(Parallelism):
         return self.wrapped.no_sync()
 
     @override
-    def share_buffers(self, learn: LearnerLike) -> None:
+    def share_buffers(self, learn: Learner) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         broadcast_tensors(learn.model.buffers())
 
     @override
-    def average_gradients(self, learn: LearnerLike) -> None:
+    def average_gradients(self, learn: Learner) -> None:
         "Average gradients that each rank has accumulated alone."
         if learn.turn is None:
             average(learn.model.parameters())
@@ -195,7 +189,7 @@ class Replicas(Parallelism):
         average(p for p in learn.model.parameters() if p in stepping)
 
     @override
-    def release(self, learn: LearnerLike) -> None:
+    def release(self, learn: Learner) -> None:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
         self.wrapped = None
@@ -210,7 +204,7 @@ class Replicas(Parallelism):
             wrapped.__dict__.pop(name, None)
 
     @override
-    def leave(self, learn: LearnerLike) -> None:
+    def leave(self, learn: Learner) -> None:
         "Remove the wrapper."
         self.release(learn)
 

@@ -16,26 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    'is_dtensor',
-    'local_shard',
-    'local_shards',
-    'full_tensor',
-    'gather_full_state',
-    'distribute_like',
-    'shard_tensor',
-    'reshard',
-    'on_host',
-    'empty_on_host',
-    'host_mesh',
-    'open_hosts',
-    'close_hosts',
-    'mesh_of',
-    'unpack_shards',
-    'total_norm',
-    'sum_of_parts',
-]
-
 # for each active strategy: mesh of accelerators, process group of the hosts, mesh of the hosts
 _host_meshes: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
 

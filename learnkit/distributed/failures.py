@@ -11,14 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import DistributedError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.distributed.comm import Comm, has_agent_store
 from learnkit.engine.dispatch import format_place
 
-__all__ = ['Failures', 'is_lost']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
@@ -49,7 +49,7 @@ class Failures:
     def report(
         self,
         e: BaseException,  # error that has ended this rank's run
-        learn: LearnerLike,
+        learn: Learner,
     ) -> BaseException:
         """Publish an error for the other ranks, and return the error to raise.
 
@@ -114,13 +114,13 @@ class Failures:
         self._store_answers = bool(answers)
         return answers[0] if answers else None
 
-    def _describe(self, e: BaseException, learn: LearnerLike) -> str:
+    def _describe(self, e: BaseException, learn: Learner) -> str:
         who = f'Process {self.comm.rank} of {self.comm.size}'
         summary = f'{type(e).__name__}: {e}'.split('\n')[0]
         report = ''.join(traceback.format_exception(e)).rstrip()
         return f'{who} failed {describe_place(e, learn)}: {summary}\n{report}'
 
-    def _find_cause(self, e: BaseException, learn: LearnerLike) -> str:
+    def _find_cause(self, e: BaseException, learn: Learner) -> str:
         "Return a message with the rank that made a collective of this rank fail, and the reason."
         here = describe_place(e, learn)
         self._ask(lambda: self._set('lost', here))
@@ -174,7 +174,7 @@ class Failures:
         return f'{who} does not answer: {waiting}. Was it killed, perhaps as memory ran out?'
 
 
-def describe_place(e: BaseException, learn: LearnerLike) -> str:
+def describe_place(e: BaseException, learn: Learner) -> str:
     "Describe the event, epoch and batch in which an error was raised."
     notes = [note for note in getattr(e, '__notes__', ()) if note.startswith('in ')]
     return notes[0] if notes else f'in {learn.phase} ({format_place(learn)})'

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import (
@@ -28,7 +27,8 @@ from learnkit.distributed.dtensor import (
 from learnkit.engine.callback import declared
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['Sharded']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
 OPTIONS = ('policy', 'wrap', 'offload')
@@ -82,7 +82,7 @@ class Sharded(Parallelism):
     # -- sharding and gathering the model ----------------------------------------------------------
 
     @override
-    def enter(self, learn: LearnerLike) -> None:
+    def enter(self, learn: Learner) -> None:
         "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
         original = learn.model
         check_can_be_sharded(original)
@@ -100,7 +100,7 @@ class Sharded(Parallelism):
         self._handled = sys.exception()
         self._replace_model(learn, copy)
 
-    def _shard(self, model: nn.Module, learn: LearnerLike) -> None:
+    def _shard(self, model: nn.Module, learn: Learner) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -126,7 +126,7 @@ class Sharded(Parallelism):
         for m in self._units:
             m.reshard()
 
-    def _replace_model(self, learn: LearnerLike, model: nn.Module) -> None:
+    def _replace_model(self, learn: Learner, model: nn.Module) -> None:
         "Replace the Learner's model by a model with the same parameter names."
         followers = [cb for cb in learn.cbs if declared(cb, 'follows_weights')]
         states = [gather_full_state(cb.state_dict()) for cb in followers]
@@ -136,7 +136,7 @@ class Sharded(Parallelism):
             cb.load_state_dict(state)
 
     @override
-    def leave(self, learn: LearnerLike) -> None:
+    def leave(self, learn: Learner) -> None:
         """Restore the user's model, with the trained weights.
 
         If a rank has failed, the weights cannot be gathered, and the user's model has its weights from before
@@ -146,7 +146,7 @@ class Sharded(Parallelism):
         finally:
             close_hosts(learn.world.control)
 
-    def _restore_model(self, learn: LearnerLike) -> None:
+    def _restore_model(self, learn: Learner) -> None:
         if self.original is None:
             return
         original = self.original
@@ -160,14 +160,14 @@ class Sharded(Parallelism):
         self._replace_model(learn, original.to(self._device))
         self._units = []
 
-    def _has_failed(self, learn: LearnerLike) -> bool:
+    def _has_failed(self, learn: Learner) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."
         e = sys.exception()
         if e is not None and e is not self._handled:
             return True
         return learn.world.is_broken
 
-    def _restore_untrained(self, learn: LearnerLike, original: nn.Module) -> None:
+    def _restore_untrained(self, learn: Learner, original: nn.Module) -> None:
         "Restore the user's model with its previous weights; the states of optimizers are cleared."
         optimizers = list_optimizers(learn)
         for o in optimizers:
@@ -180,7 +180,7 @@ class Sharded(Parallelism):
     # -- training ----------------------------------------------------------------------------------
 
     @override
-    def prepare(self, learn: LearnerLike) -> None:
+    def prepare(self, learn: Learner) -> None:
         "Raise `DistributedError` for optimizers and callbacks that need full weights."
         reshard(learn.model)
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
@@ -206,18 +206,18 @@ class Sharded(Parallelism):
             broadcast_tensors(model.buffers())
 
     @override
-    def begin_pass(self, learn: LearnerLike, averages: bool) -> None:
+    def begin_pass(self, learn: Learner, averages: bool) -> None:
         "Note whether gradients were averaged; torch's hooks reduce the gradients and broadcast the buffers."
         self.has_synced = self.has_synced or averages
 
     @override
-    def share_buffers(self, learn: LearnerLike) -> None:
+    def share_buffers(self, learn: Learner) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         reshard(learn.model)
         broadcast_tensors(learn.model.buffers())
 
     @override
-    def release(self, learn: LearnerLike) -> None:
+    def release(self, learn: Learner) -> None:
         "Remove the mesh of hosts after a failure; `leave` restores the model."
         close_hosts(learn.world.control)
 
@@ -318,7 +318,7 @@ def gather_into(sharded: nn.Module, original: nn.Module) -> None:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def list_optimizers(learn: LearnerLike) -> list[torch.optim.Optimizer]:
+def list_optimizers(learn: Learner) -> list[torch.optim.Optimizer]:
     "Return the optimizers of the model's parameters: `learn.opt`, and instances in `learn.opt_func`."
     ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
     ready = ready if isinstance(ready, Iterable) else [ready]

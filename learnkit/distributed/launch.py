@@ -18,13 +18,12 @@ from shutil import rmtree
 from tempfile import TemporaryDirectory
 from threading import Thread
 from time import monotonic, sleep, time
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.optional import import_library
 from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_rng, restore_rng
@@ -32,7 +31,8 @@ from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.callback import DistributedTraining
 from learnkit.distributed.comm import read_value, write_value
 
-__all__ = ['launch', 'serve']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 GRACE_S = 8.0  # seconds in which processes may exit by themselves after a failure or an interrupt
 _SERVE_CODE = (
@@ -48,7 +48,7 @@ _OUTPUT = 'output{}.txt'  # file of a rank's output
 
 
 def launch(
-    learn: LearnerLike,
+    learn: Learner,
     fn: Callable[[Any], Any],  # function called with the Learner in each process
     nproc: int,  # number of processes
     *,
@@ -72,7 +72,7 @@ def launch(
 
 
 def _make_team(
-    learn: LearnerLike, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]
+    learn: Learner, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]
 ) -> DistributedTraining:
     """Return the callback that joins the processes.
 
@@ -101,7 +101,7 @@ def _make_team(
 # -- payload for the processes ---------------------------------------------------------------------
 
 
-def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, folder: Path) -> None:
+def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: Path) -> None:
     """Write the Learner and the function to files in a private folder, functions and classes by value.
 
     Raises `DistributedError` with the name of a part that cannot be pickled."""
@@ -133,7 +133,7 @@ def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, folde
         raise
 
 
-def _list_parts(learn: LearnerLike, fn: Any) -> Iterator[tuple[str, Any]]:
+def _list_parts(learn: Learner, fn: Any) -> Iterator[tuple[str, Any]]:
     "Yield the parts of the Learner and of the function, with their names."
     if isfunction(fn):
         outer = getclosurevars(fn)

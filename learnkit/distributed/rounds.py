@@ -18,8 +18,6 @@ from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.shard import Order, Shard
 from learnkit.distributed.shard_spec import ShardSpec
 
-__all__ = ['RoundShard', 'RoundIterator', 'RoundsPosition']
-
 State = dict[str, Any]
 
 

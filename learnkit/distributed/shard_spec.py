@@ -9,8 +9,6 @@ from typing import Any
 from learnkit.core.batch import find_bs
 from learnkit.core.errors import LoaderError, OptionError, did_you_mean
 
-__all__ = ['ShardSpec', 'check_option']
-
 BATCH_SIZES = ('process', 'global')
 UNEVEN = ('join', 'pad', 'drop')
 

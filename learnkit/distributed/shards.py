@@ -36,16 +36,6 @@ from learnkit.data.torch_loader import (
 from learnkit.distributed.rounds import RoundIterator, RoundShard
 from learnkit.distributed.shard_spec import ShardSpec
 
-__all__ = [
-    'shard',
-    'shard_loaders',
-    'check_lengths',
-    'list_samplers',
-    'TensorShard',
-    'IndexShard',
-    'ShardSampler',
-]
-
 # number of rounds drawn at a time, because entering the context of `Order` takes 0.1 ms
 N_ROUNDS = 32
 

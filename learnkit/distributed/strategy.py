@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -15,7 +15,6 @@ from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.dcp import replace_at, take_parts
 from learnkit.core.batch import count_samples, find_bs, slice_batch
 from learnkit.core.errors import DistributedError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.distributed.comm import Comm
 from learnkit.engine.microbatch import divide, weighted_loss
@@ -23,7 +22,8 @@ from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
 from learnkit.engine.strategy import SingleProcess
 
-__all__ = ['SeveralProcesses']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class SeveralProcesses(SingleProcess):
@@ -37,7 +37,7 @@ class SeveralProcesses(SingleProcess):
 
     @contextmanager
     @override
-    def run(self, learn: LearnerLike, kind: str) -> Iterator[None]:
+    def run(self, learn: Learner, kind: str) -> Iterator[None]:
         "Open a run, which ends on all ranks if one rank raises an error."
         if learn.run.depth:
             with open_run(learn, kind):
@@ -55,7 +55,7 @@ class SeveralProcesses(SingleProcess):
             raise error from e
 
     @override
-    def end_run(self, learn: LearnerLike, error: BaseException | None) -> None:
+    def end_run(self, learn: Learner, error: BaseException | None) -> None:
         "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
             self.team.batch.weights = None  # a sum that is awaited would keep the connections open
@@ -63,7 +63,7 @@ class SeveralProcesses(SingleProcess):
         super().end_run(learn, error)
 
     @override
-    def stop(self, learn: LearnerLike) -> None:
+    def stop(self, learn: Learner) -> None:
         "Request the end of the fit; the fit ends when all ranks have received the request."
         if learn.fitting:
             learn.world.post('stop', 1.0)
@@ -71,7 +71,7 @@ class SeveralProcesses(SingleProcess):
             super().stop(learn)
 
     @override
-    def seconds(self, learn: LearnerLike) -> float:
+    def seconds(self, learn: Learner) -> float:
         "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
 
@@ -83,13 +83,13 @@ class SeveralProcesses(SingleProcess):
         return bool(self.team.has_local_samples)
 
     @override
-    def batch_loss(self, learn: LearnerLike) -> Tensor:
+    def batch_loss(self, learn: Learner) -> Tensor:
         "Return the mean loss over the samples of all ranks."
         loss = weighted_loss(learn.loss.detach(), self.gradient_share(learn))
         return learn.world.sum(loss) / learn.world.size
 
     @override
-    def gradient_share(self, learn: LearnerLike) -> Any:
+    def gradient_share(self, learn: Learner) -> Any:
         """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
 
         Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""
@@ -104,7 +104,7 @@ class SeveralProcesses(SingleProcess):
         return divide(weights.own * size, weights.total())
 
     @override
-    def split(self, learn: LearnerLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+    def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches: as many as on the rank with the most samples."
         microbatches = super().split(learn, xb, yb, size)
         share = self.team.batch.share
@@ -116,25 +116,25 @@ class SeveralProcesses(SingleProcess):
         bs = find_bs(xb, yb, learn.size_func)
         return slice_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
 
-    def own_samples(self, learn: LearnerLike) -> int:
+    def own_samples(self, learn: Learner) -> int:
         "Return the number of samples of this rank's batch."
         share = self.team.batch.share
         return count_samples(learn) if share is None else share[0]
 
-    def own_weight(self, learn: LearnerLike) -> Any:
+    def own_weight(self, learn: Learner) -> Any:
         "Return the weight of this rank's batch; 0 for a filler, a sample that does not count."
         if not self.own_samples(learn):
             return 0.0
         return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
 
     @override
-    def count_samples(self, learn: LearnerLike) -> int:
+    def count_samples(self, learn: Learner) -> int:
         "Return the number of samples of the batch over all ranks."
         share = self.team.batch.share
         return super().count_samples(learn) if share is None else share[1]
 
     @override
-    def total_weight(self, learn: LearnerLike) -> Any:
+    def total_weight(self, learn: Learner) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
         if learn.loss_weights.is_sum(learn):
             return None
@@ -147,7 +147,7 @@ class SeveralProcesses(SingleProcess):
     @override
     def find_checkpoint(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         resume: Any,
         find: Callable[[Any], ResumeState | None],
     ) -> ResumeState | None:
@@ -164,7 +164,7 @@ class SeveralProcesses(SingleProcess):
         return own
 
     @override
-    def add_own_state(self, learn: LearnerLike, state: dict[str, Any]) -> dict[str, Any]:
+    def add_own_state(self, learn: Learner, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint with each rank's own state added.
 
         A rank's own state is its random generators, its position in the data, and the states of callbacks and the
@@ -173,7 +173,7 @@ class SeveralProcesses(SingleProcess):
         return {**state, 'processes': rank_states, 'has_synced': self.team.parallelism.has_synced}
 
     @override
-    def take_own_state(self, learn: LearnerLike, resume: ResumeState) -> ResumeState:
+    def take_own_state(self, learn: Learner, resume: ResumeState) -> ResumeState:
         """Return a checkpoint in which this rank's own state replaces the first rank's.
 
         From a checkpoint of another number of ranks, all ranks restore the first rank's state, except for its random
@@ -200,7 +200,7 @@ class SeveralProcesses(SingleProcess):
         return resume
 
     @override
-    def after_restore(self, learn: LearnerLike, resume: ResumeState) -> None:
+    def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
         self.team.parallelism.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)

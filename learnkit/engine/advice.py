@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from learnkit.core.batch import count_samples, describe, slice_batch
 from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import (
     check_class_scores,
@@ -20,7 +19,8 @@ from learnkit.core.validation import (
 )
 from learnkit.engine.denominator import check_is_mean
 
-__all__ = ['Advice', 'check_first_batch', 'explain_error']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class Advice:
@@ -31,13 +31,13 @@ class Advice:
         self._has_checked_loss = True  # False until a fit has checked the loss function
         self._checked: list[Any] | None = None  # loss function and sample shapes of the last check
 
-    def begin_fit(self, learn: LearnerLike) -> None:
+    def begin_fit(self, learn: Learner) -> None:
         "Check the loss function and the first training batch of this fit."
         self._has_checked_loss = False
         self._checked = None
         batch = learn.seams.batch
 
-        def check_and_train(learn: LearnerLike) -> None:
+        def check_and_train(learn: Learner) -> None:
             __tracebackhide__ = True
             learn.seams.batch = batch
             check_first_batch(learn)
@@ -45,7 +45,7 @@ class Advice:
 
         learn.seams.batch = check_and_train
 
-    def check_loss(self, learn: LearnerLike, pred: Any) -> None:
+    def check_loss(self, learn: Learner, pred: Any) -> None:
         "Check the shapes at the first loss of a pass, and the loss function at the first loss of a fit."
         # a single prediction fits any shape, so that the next loss is checked too
         has_checked = not isinstance(pred, Tensor) or pred.numel() > 1
@@ -64,7 +64,7 @@ class Advice:
             check_is_mean(learn, pred)
 
 
-def check_first_batch(learn: LearnerLike) -> None:
+def check_first_batch(learn: Learner) -> None:
     "Raise for a fit's first training batch if samples must be counted, or split, and cannot be."
     amount = learn.counters.in_samples
     learn.counters.in_samples = None
@@ -84,7 +84,7 @@ def check_first_batch(learn: LearnerLike) -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def explain_error(learn: LearnerLike, e: BaseException) -> BaseException:
+def explain_error(learn: Learner, e: BaseException) -> BaseException:
     """Return the error to raise for an error inside a batch: `e` with a note, or a clearer one.
 
     Where it was raised is read from the state of the batch: without a prediction in the model,
@@ -105,7 +105,7 @@ def explain_error(learn: LearnerLike, e: BaseException) -> BaseException:
     return _explain_backward(learn, e) if learn.training else e
 
 
-def _explain_model(learn: LearnerLike, e: Exception) -> Exception:
+def _explain_model(learn: Learner, e: Exception) -> Exception:
     if not isinstance(learn.xb, (tuple, list)):
         return _make_tuple_error(learn, 'xb', 'x')
     hint = model_hint(learn.xb, learn.model, e)
@@ -113,7 +113,7 @@ def _explain_model(learn: LearnerLike, e: Exception) -> Exception:
     return e
 
 
-def _explain_loss(learn: LearnerLike, e: Exception) -> Exception:
+def _explain_loss(learn: Learner, e: Exception) -> Exception:
     if not isinstance(learn.yb, (tuple, list)):
         return _make_tuple_error(learn, 'yb', 'y')
     if isinstance(e, LossError) or learn.loss_func is None:
@@ -124,7 +124,7 @@ def _explain_loss(learn: LearnerLike, e: Exception) -> Exception:
     return e
 
 
-def _explain_backward(learn: LearnerLike, e: Exception) -> Exception:
+def _explain_backward(learn: Learner, e: Exception) -> Exception:
     loss = learn.loss_grad
     if not isinstance(loss, Tensor) or not isinstance(e, RuntimeError):
         return e
@@ -146,7 +146,7 @@ def _explain_backward(learn: LearnerLike, e: Exception) -> Exception:
     return e
 
 
-def _explain_no_loss(learn: LearnerLike) -> Exception:
+def _explain_no_loss(learn: Learner) -> Exception:
     if learn.loss_func is None:
         return LossError(
             f'No loss function: {type(learn.model).__name__} gave {describe(learn.pred)}, '
@@ -159,7 +159,7 @@ def _explain_no_loss(learn: LearnerLike) -> Exception:
     )
 
 
-def _make_tuple_error(learn: LearnerLike, name: str, entry: str) -> BatchError:
+def _make_tuple_error(learn: Learner, name: str, entry: str) -> BatchError:
     return BatchError(
         f'`{name}` is {describe(getattr(learn, name))}, not a tuple: write '
         f'`self.learn.{name} = ({entry},)`.'

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import FitError, TimeError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, is_count
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
 
-__all__ = ['Budget', 'check_not_running', 'parse_iteration', 'parse_length']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 def parse_length(
-    learn: LearnerLike,
+    learn: Learner,
     length: Any,  # number of epochs, or a time
     start_epoch: Any = 0,  # first epoch to train
     epochs_per_iteration: int | None = None,  # number of epochs of an iteration, if set
@@ -48,7 +48,7 @@ def parse_length(
     return n, budget
 
 
-def check_not_running(learn: LearnerLike) -> None:
+def check_not_running(learn: Learner) -> None:
     "Raise `FitError` if the Learner is running already."
     if learn.run.kind:
         raise FitError(
@@ -58,7 +58,7 @@ def check_not_running(learn: LearnerLike) -> None:
 
 
 def _parse_time(
-    learn: LearnerLike, total: Time, epochs_per_iteration: int | None
+    learn: Learner, total: Time, epochs_per_iteration: int | None
 ) -> tuple[int | None, Time | None]:
     check_countable(learn, total)
     if total.unit == 'ep':

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.counters import Every
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
 
     from learnkit.core.time import Timestamp
     from learnkit.distributed.comm import Comm
+    from learnkit.learner import Learner
     from learnkit.optim.wrapper import OptimWrapper
-
-__all__ = ['Callback', 'IntervalCallback', 'Periodic', 'MissingAttribute']
 
 # prefixes of methods that display an object in a notebook; a callback does not take them from the Learner
 SHOWN_ELSEWHERE = ('_repr_', '_ipython_')
@@ -177,7 +175,7 @@ class Callback:
     run_after: Any = ()  # classes (or names) of callbacks that must run before this one
     observer: bool = False  # changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None  # key in checkpoints; None: the callback's name, made unique
-    learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
+    learn: Learner = None  # type: ignore[assignment]  # the Learner, once added
 
     if TYPE_CHECKING:
         # attributes that are read from the Learner, and events, for editors and type checkers

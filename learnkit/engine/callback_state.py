@@ -9,7 +9,7 @@ from io import IOBase
 from logging import Logger
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 import numpy as np
@@ -18,14 +18,14 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.plain import ATOMS, is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
-__all__ = ['callback_states', 'load_callback_states', 'collect_attributes', 'put_attributes']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # keys of a callback's state that has two parts
 STATE = '__state__'
@@ -42,7 +42,7 @@ _RECREATED_TYPES = (ModuleType, IOBase, Logger, torch.optim.Optimizer, torch.dev
 # -- states by the callbacks' keys -----------------------------------------------------------------
 
 
-def callback_states(learn: LearnerLike) -> dict[str, Any]:
+def callback_states(learn: Learner) -> dict[str, Any]:
     """Return the state of every callback that has one, by the callback's key.
 
     The key is the callback's `state_key`, or its name, made unique. Raises `CallbackError` for a state
@@ -61,7 +61,7 @@ def callback_states(learn: LearnerLike) -> dict[str, Any]:
 
 
 def load_callback_states(
-    learn: LearnerLike,
+    learn: Learner,
     states: Mapping[str, Any],  # states by the callbacks' keys, from `callback_states`
 ) -> None:
     """Load each state into its callback.
@@ -91,7 +91,7 @@ def load_callback_states(
             raise
 
 
-def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
+def collect_nondeterministic_state(learn: Learner) -> dict[str, list[str]]:
     """Return the parts of callbacks' states that depend on the clock or the machine, by the callbacks' keys.
 
     The key '*' stands for every callback.
@@ -208,7 +208,7 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
     }
 
 
-def warn_of_lost_attributes(learn: LearnerLike) -> None:
+def warn_of_lost_attributes(learn: Learner) -> None:
     "Warn of the attributes of callbacks that have changed and that no checkpoint holds."
     for cb in learn.cbs:
         lost = replaced_attributes(cb) if keeps_attributes(cb) else {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from learnkit.core.batch import apply_model, form_of, map_tensors, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
@@ -31,11 +30,12 @@ from learnkit.metrics.base import Metric
 from learnkit.optim import optimizers
 from learnkit.optim.wrapper import OptimWrapper
 
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
+
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
 LARGE_RATE = 8  # a whole number this large is probably not a learning rate
-
-__all__ = ['check_model', 'check_loss', 'check_function', 'check_metrics', 'warn_of_activation']
 
 
 def check_model(model: object) -> None:
@@ -125,7 +125,7 @@ def contains_activation(loss_func: Any) -> str:
     return 'sigmoid' if is_binary or isinstance(loss_func, _BINARY) else ''
 
 
-def warn_of_activation(learn: LearnerLike) -> None:
+def warn_of_activation(learn: Learner) -> None:
     """Warn of a model that ends with the softmax or sigmoid that its loss function contains.
 
     Checks the last layer and, on the CPU, where reading values needs no sync, whether the predictions sum to 1.
@@ -154,7 +154,7 @@ def _are_probabilities(pred: Any) -> bool:
     return bool((scores >= 0).all() and ((scores.sum(1) - 1).abs() < 1e-2).all())
 
 
-def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
+def check_metrics(learn: Learner, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
     """Try the metrics on the current training batch; return the values of metric functions by name.
 
     Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
@@ -177,7 +177,7 @@ def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) 
     return values
 
 
-def _try_metric(m: Metric, learn: LearnerLike) -> Any:
+def _try_metric(m: Metric, learn: Learner) -> Any:
     "Check a metric and the kind of its targets on copies of the batch; return the value of a metric function."
     pred, yb = map_tensors((learn.pred, learn.yb), lambda t: t.detach().clone())
     if takes_class_numbers(m):
@@ -191,7 +191,7 @@ def _try_metric(m: Metric, learn: LearnerLike) -> Any:
     return dry_run(m, pred, yb)
 
 
-def first_validation_batches(learn: LearnerLike) -> Iterator[str]:
+def first_validation_batches(learn: Learner) -> Iterator[str]:
     """Predict on the first batch of each validation loader, and yield the loader's name; restore the state afterwards.
 
     Yields nothing if callbacks change the batches.

@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from learnkit.core.batch import find_bs, form_of
 from learnkit.core.errors import BatchError, TimeError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Time, count_multiples
 
-__all__ = [
-    'COUNTER_OF_UNIT',
-    'Counters',
-    'Every',
-    'check_countable',
-    'counts_tokens',
-    'sample_count',
-    'token_count',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # attributes of `Counters` by the units of `Time`
 COUNTER_OF_UNIT = {
@@ -65,7 +57,7 @@ class Counters:
         self.epochs += self.has_trained
         self.has_trained = False
 
-    def count_batch(self, learn: LearnerLike) -> None:
+    def count_batch(self, learn: Learner) -> None:
         "Count a training batch, its samples and its tokens, and its share of the fit."
         learn.train_iter += 1
         if learn.n_iter and learn.n_epoch:
@@ -109,7 +101,7 @@ class Every:
         self.interval = interval
         self._passed: int | None = 0  # number of multiples up to the last check; None: not checked
 
-    def start(self, learn: LearnerLike) -> None:
+    def start(self, learn: Learner) -> None:
         "Count from a Learner's current time. In a fit, raise `TimeError` for an amount of tokens if none are counted."
         if learn.fitting:
             check_countable(learn, self.interval)
@@ -117,7 +109,7 @@ class Every:
 
     def is_due(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         ahead: int = 0,  # number of units that are about to finish
     ) -> bool:
         "Return True once per multiple, when it was reached since the last check."
@@ -126,7 +118,7 @@ class Every:
         self._passed = now
         return before is not None and now > before
 
-    def _count(self, learn: LearnerLike, ahead: int) -> int:
+    def _count(self, learn: Learner, ahead: int) -> int:
         unit = self.interval.unit
         position = learn.pct_train if unit == 'dur' else learn.finished(unit)
         return count_multiples(position + ahead, self.interval)
@@ -149,7 +141,7 @@ class Every:
         )
 
 
-def token_count(learn: LearnerLike) -> int:
+def token_count(learn: Learner) -> int:
     "Return the number of tokens of a batch, from `token_func` or its `input_ids`, or 0 without these."
     if learn.token_func is not None:
         return int(learn.token_func(learn.xb, learn.yb))
@@ -157,7 +149,7 @@ def token_count(learn: LearnerLike) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def sample_count(learn: LearnerLike) -> int:
+def sample_count(learn: Learner) -> int:
     "Return the number of samples of a batch, or 0 if it is unknown."
     try:
         return find_bs(learn.xb, learn.yb, learn.size_func)
@@ -165,7 +157,7 @@ def sample_count(learn: LearnerLike) -> int:
         return 0
 
 
-def counts_tokens(learn: LearnerLike) -> bool:
+def counts_tokens(learn: Learner) -> bool:
     "Return True if the tokens of training batches can be counted."
     if learn.token_func is not None:
         return True
@@ -180,7 +172,7 @@ def counts_tokens(learn: LearnerLike) -> bool:
     return isinstance(x, Mapping) and 'input_ids' in x
 
 
-def check_countable(learn: LearnerLike, time: Time) -> None:
+def check_countable(learn: Learner, time: Time) -> None:
     "Raise `TimeError` for an amount of tokens if tokens are not counted. Samples are checked at the first batch."
     if time.unit == 'sp':
         learn.counters.in_samples = repr(str(time))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isclose, isnan
 from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from learnkit.core.batch import find_bs, slice_batch, tensors_in
 from learnkit.core.errors import LossError, OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     bare_model,
     copy_buffers,
@@ -32,20 +31,8 @@ from learnkit.core.model import (
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 
-__all__ = [
-    'ClassTargets',
-    'Denominator',
-    'Elements',
-    'LossWeights',
-    'Samples',
-    'Tokens',
-    'Unknown',
-    'WEIGHT_FUNCS',
-    'check_is_mean',
-    'check_weight_func',
-    'count_targets',
-    'denominator_of',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 Parts = tuple[tuple[int, float], ...]  # number of samples and loss of each part of a batch
 
@@ -234,18 +221,18 @@ class LossWeights:
         self._key: tuple[Any, Any, Any] | None = None
         self._denominator: Denominator = Samples()
 
-    def is_sum(self, learn: LearnerLike) -> bool:
+    def is_sum(self, learn: Learner) -> bool:
         "Return True if the loss is a sum over samples instead of a mean."
         keyword = getattr(learn.loss_func, 'keywords', {}).get('reduction')
         return bool(getattr(learn.loss_func, 'reduction', keyword) == 'sum')
 
-    def are_samples(self, learn: LearnerLike) -> bool:
+    def are_samples(self, learn: Learner) -> bool:
         "Return True if batches with the same number of samples have the same weight."
         if callable(learn.weight_func):
             return False
         return learn.callbacks.average_samples() or not self.denominator(learn).varies
 
-    def weigh_batch(self, learn: LearnerLike, xb: Any, yb: Any) -> Any:
+    def weigh_batch(self, learn: Learner, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
         weight = None
         denominator = self.denominator(learn)
@@ -265,7 +252,7 @@ class LossWeights:
                 check_is_mean(learn, vars(learn).get('pred'))
         return n
 
-    def denominator(self, learn: LearnerLike) -> Denominator:
+    def denominator(self, learn: Learner) -> Denominator:
         "Return the denominator of the loss, which is found once for each loss function."
         key = learn.loss_func, learn.weight_func, learn.model.__class__
         if key != self._key:
@@ -274,7 +261,7 @@ class LossWeights:
         return self._denominator
 
 
-def find_denominator(learn: LearnerLike) -> Denominator:
+def find_denominator(learn: Learner) -> Denominator:
     "Return the denominator of a Learner's loss."
     if learn.weight_func == 'samples':
         return Samples()
@@ -288,7 +275,7 @@ def find_denominator(learn: LearnerLike) -> Denominator:
 
 
 def check_is_mean(
-    learn: LearnerLike,  # Learner with a batch
+    learn: Learner,  # Learner with a batch
     pred: Any,  # predictions of the batch
 ) -> None:
     """Compare the loss of a batch with the losses of its parts, if it is unknown what the loss averages over.
@@ -316,13 +303,13 @@ def check_is_mean(
         return
 
 
-def is_guess(denominator: Denominator, learn: LearnerLike) -> TypeGuard[Unknown]:
+def is_guess(denominator: Denominator, learn: Learner) -> TypeGuard[Unknown]:
     "Return True if the loss function is assumed to be a mean over samples."
     is_unknown = isinstance(denominator, Unknown) and learn.weight_func is None
     return is_unknown and learn.loss_func is not None and not learn.loss_weights.is_sum(learn)
 
 
-def compare_parts(learn: LearnerLike, pred: Any) -> Iterator[tuple[float, Parts]]:
+def compare_parts(learn: Learner, pred: Any) -> Iterator[tuple[float, Parts]]:
     "Yield the loss of the batch and of two parts, for two divisions; nothing if the batch cannot be divided."
     loss_func = learn.loss_func
     buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []

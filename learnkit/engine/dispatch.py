@@ -14,7 +14,6 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, CancelException, OrderError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     Callback,
@@ -26,7 +25,8 @@ from learnkit.engine.callback import (
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, LEVELS, canonical_event
 
-__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'as_callback', 'as_list', 'list_running']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
@@ -43,7 +43,7 @@ class CallbackSet:
     event that is being dispatched, and the truth value of a list is fast to test.
     """
 
-    def __init__(self, learn: LearnerLike) -> None:
+    def __init__(self, learn: Learner) -> None:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
@@ -192,13 +192,7 @@ class CallbackSet:
         return self._order
 
 
-if TYPE_CHECKING:
-    Declared = LearnerLike  # the attributes of a Learner are declared there, once
-else:
-    Declared = object
-
-
-class CallbackHost(Declared):
+class CallbackHost:
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
@@ -207,7 +201,7 @@ class CallbackHost(Declared):
         self.lock = RLock()  # one run at a time
         # callback and event of the handler that is running, and the same of the handler around it
         self.running: tuple[Any, str, Any] | None = None
-        self.callbacks = CallbackSet(cast(LearnerLike, self))
+        self.callbacks = CallbackSet(cast('Learner', self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
     def __call__(self, event_name: str | list[str]) -> None:
@@ -225,10 +219,19 @@ class CallbackHost(Declared):
                     handler()
         except BaseException as e:
             __tracebackhide__ = True  # set only here, so that it takes no time without an error
-            self.note_error(e, cb, event_name)
+            self._note_error(e, cb, event_name)
             raise
         finally:
             self.running = outer
+
+    def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
+        "Add the callback and the event to an exception of a handler."
+
+    def _is_in_use(self) -> bool:
+        return False
+
+    def _open_for_use(self) -> None:
+        "Register that `close` has to be called: callbacks were added, or a run began."
 
     def _call_all(self, event_names: Any) -> None:
         names = [None] if event_names is None else as_list(event_names)
@@ -339,7 +342,7 @@ class CallbackHost(Declared):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
             cb.learn.remove_cb(cb)
-        cb.learn = cast(LearnerLike, self)
+        cb.learn = cast('Learner', self)
         self.callbacks.insert(cb, at, switch)
         if not self._has_own_attribute(cb.name):
             setattr(self, cb.name, cb)
@@ -547,7 +550,7 @@ def run_fastai_handler(cb: Any, event_name: str) -> Any:
         raise
 
 
-def list_running(learn: LearnerLike) -> list[tuple[Any, str]]:
+def list_running(learn: Learner) -> list[tuple[Any, str]]:
     "Return the callbacks whose handlers are running, with their events, innermost first."
     found = []
     entry = learn.running
@@ -686,6 +689,6 @@ def _is_redefined(old: Any, new: Any) -> bool:
     return before is not after and is_same_name and not is_local
 
 
-def format_place(learn: LearnerLike) -> str:
+def format_place(learn: Learner) -> str:
     "Return the current epoch and batch as a string: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

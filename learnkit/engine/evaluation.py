@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import TimeError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, count_crossings
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.advice import explain_error
@@ -17,7 +16,8 @@ from learnkit.engine.counters import check_countable
 from learnkit.engine.passes import ends_iteration
 from learnkit.engine.run import preserved_state
 
-__all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs', 'evaluate_within_epoch']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 AT_EPOCH_ENDS = ('ep', 'iter')  # units of intervals that end with an epoch
 
@@ -33,7 +33,7 @@ class EvaluationSchedule:
         self.running = False  # True from before_eval to after_eval
 
     @contextmanager
-    def opened(self, learn: LearnerLike) -> Iterator[None]:
+    def opened(self, learn: Learner) -> Iterator[None]:
         "Mark an evaluation as running within a context."
         learn.callbacks.notify('on_evaluation')
         outer = self.running  # True if a callback starts this evaluation in another one
@@ -43,7 +43,7 @@ class EvaluationSchedule:
         finally:
             self.running = outer
 
-    def every_of(self, learn: LearnerLike, name: str) -> Time | None:
+    def every_of(self, learn: Learner, name: str) -> Time | None:
         "Return the interval of a loader, or None for never."
         evaluator = getattr(learn.dls, 'evaluators', {}).get(name)
         if evaluator is None or evaluator.every == 'fit':
@@ -51,7 +51,7 @@ class EvaluationSchedule:
         interval: Time | None = evaluator.every
         return interval
 
-    def begin(self, learn: LearnerLike, per_iteration: int | None) -> list[Callback]:
+    def begin(self, learn: Learner, per_iteration: int | None) -> list[Callback]:
         """Start the intervals, and return the callback that evaluates within epochs, if one is needed.
 
         Raises `TimeError` for an interval that cannot be counted.
@@ -71,7 +71,7 @@ class EvaluationSchedule:
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
 
-    def list_due(self, learn: LearnerLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: Learner, at_epoch_end: bool) -> list[tuple[str, Any]]:
         """Return the validation loaders that are due now, with their names.
 
         At the end of the last epoch, every loader is due that was not evaluated with the final weights.
@@ -86,7 +86,7 @@ class EvaluationSchedule:
         loaders = evaluation_loaders(learn.dls)
         return [(name, dl) for name, dl in loaders if self._is_due(learn, name, now, is_last)]
 
-    def _is_due(self, learn: LearnerLike, name: str, now: Timestamp, is_last: bool) -> bool:
+    def _is_due(self, learn: Learner, name: str, now: Timestamp, is_last: bool) -> bool:
         every = self.every_of(learn, name)
         last = self.evaluated.get(name, self.fit_began)
         if every is None:
@@ -134,7 +134,7 @@ class EvaluateWithinEpochs(Callback):
             evaluate_within_epoch(learn, due)
 
 
-def evaluate_within_epoch(learn: LearnerLike, loaders: list[tuple[str, Any]]) -> None:
+def evaluate_within_epoch(learn: Learner, loaders: list[tuple[str, Any]]) -> None:
     "Evaluate between two training batches, and restore the state that the evaluation changes."
     with preserved_state(learn):
         try:

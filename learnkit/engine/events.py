@@ -23,21 +23,6 @@ from learnkit.core.errors import (
     did_you_mean,
 )
 
-__all__ = [
-    'Moment',
-    'Level',
-    'LIFECYCLE',
-    'LEVELS',
-    'EVENTS',
-    'INNER_EVENTS',
-    'CONTEXTS',
-    'ALIASES',
-    'event',
-    'canonical_event',
-    'event_like',
-    'lifecycle_markdown',
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from fastcore.basics import noop
+from torch import nn
 
 from learnkit.core.batch import BatchForm, form_of, to_device
 from learnkit.core.errors import (
@@ -35,8 +36,6 @@ from learnkit.engine.seams import Seams
 from learnkit.engine.train_eval import Modes
 from learnkit.optim.wrapper import evaluation_weights
 
-__all__ = ['Loop']
-
 _END = object()  # marks the end of a loader, as the default of `next`
 
 
@@ -49,19 +48,22 @@ class Loop(CallbackHost):
     """
 
     turn: str | None = None  # optimizer that steps; None: all of them
+    model: nn.Module
+    dls: Any  # DataLoaders
+    opt: Any  # OptimWrapper; None until the first fit
 
     def __init__(self) -> None:
         super().__init__()
         self._run = Run()
-        self.seams = Seams()
+        self.seams: Any = Seams()
         self.counters = Counters()
-        self.evaluations = EvaluationSchedule()
+        self.evaluations: Any = EvaluationSchedule()
         self.modes = Modes()
         self.training = self.fitting = False
         self.phase = self.dl_name = 'train'
         self.n_epoch: int | None = 1
         self.epoch = self.iter = self.train_iter = 0
-        self.n_iter = None
+        self.n_iter: int | None = None
         self.pct_train = 0.0
         self.batch_device: torch.device | None = None  # device of the last loader's batches
         self._end_cleanup()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from learnkit.core.batch import unpack_output
 from learnkit.core.errors import LossError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import call_module
 from learnkit.core.validation import takes_alone
 from learnkit.engine.counters import sample_count
 
-__all__ = ['call_model', 'compute_loss', 'loss_of', 'total_loss']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
-def call_model(learn: LearnerLike) -> Any:
+def call_model(learn: Learner) -> Any:
     "Call the model on the batch, and return its output."
     xb = learn.xb
     if learn.whole_batches is None and (len(xb) != 1 or type(xb[0]) is Tensor):
@@ -26,7 +26,7 @@ def call_model(learn: LearnerLike) -> Any:
 
 
 def compute_loss(
-    learn: LearnerLike,
+    learn: Learner,
     output: Any,  # what the model returned; `learn.pred` is what callbacks made of it
 ) -> Tensor | None:
     "Take the prediction out of the output, and return its loss, or None for a batch without targets."
@@ -51,14 +51,14 @@ def compute_loss(
     return loss if isinstance(loss, Tensor) else total_loss(learn, loss)
 
 
-def loss_of(learn: LearnerLike, pred: Any) -> Any:
+def loss_of(learn: Learner, pred: Any) -> Any:
     "Return the result of the loss function for predictions and the targets of the batch."
     if learn.advice.is_watching:
         learn.advice.check_loss(learn, pred)
     return learn.loss_func(pred, *learn.yb)
 
 
-def _needs_no_targets(learn: LearnerLike) -> bool:
+def _needs_no_targets(learn: Learner) -> bool:
     """Return True for a loss function of the predictions alone, as in self-supervised learning.
 
     While predicting, a loss function that could also take targets is not called: the samples may not
@@ -69,7 +69,7 @@ def _needs_no_targets(learn: LearnerLike) -> bool:
 
 
 def total_loss(
-    learn: LearnerLike,
+    learn: Learner,
     parts: Any,  # dict of named scalar tensors
 ) -> Tensor:
     "Log the named parts of a loss, and return the part `loss`, or else the sum of all parts."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 import torch
@@ -16,13 +16,13 @@ from learnkit.core.errors import (
     CancelStepException,
     add_note,
 )
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.engine.run import clear_pass, release_loss
 from learnkit.optim.hyperparams import BATCH_NORMS
 
-__all__ = ['Microbatches', 'divide', 'is_out_of_memory', 'restore_gradients', 'weighted_loss']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class Microbatches:
@@ -38,7 +38,7 @@ class Microbatches:
         self.share: Any = 1.0  # weight of the microbatch in the loss of its batch
         self.fitting_size: int | None = None  # size that fits into memory
 
-    def __call__(self, learn: LearnerLike) -> None:
+    def __call__(self, learn: Learner) -> None:
         "Train on the current batch."
         pending = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
         try:
@@ -55,7 +55,7 @@ class Microbatches:
 
     def run(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         size: Any,  # number of samples, or 'auto'
     ) -> None:
         "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
@@ -89,12 +89,12 @@ class Microbatches:
             self.share = 1.0
         learn.loss = sum(losses[1:], losses[0])
 
-    def _backward(self, learn: LearnerLike) -> None:
+    def _backward(self, learn: Learner) -> None:
         "Run backward on the weighted loss; the weight also applies to terms that callbacks added."
         learn.loss_grad = learn.loss_grad * self.share
         learn._backward()
 
-    def run_within_memory(self, learn: LearnerLike, pending: list[tuple[Tensor, Tensor]]) -> None:
+    def run_within_memory(self, learn: Learner, pending: list[tuple[Tensor, Tensor]]) -> None:
         "Run on the whole batch. Out of memory, restore the state before the batch and halve the size."
         rng = capture_rng()
         buffers = copy_buffers(learn.model)
@@ -149,7 +149,7 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
     return loss * share if share else torch.zeros_like(loss)
 
 
-def warn_of_batch_norm(learn: LearnerLike) -> None:
+def warn_of_batch_norm(learn: Learner) -> None:
     "Warn if the model has batch norm layers, which normalize each microbatch separately."
     if any(isinstance(m, BATCH_NORMS) and m.training for m in learn.model.modules()):
         warn(
@@ -160,7 +160,7 @@ def warn_of_batch_norm(learn: LearnerLike) -> None:
         )
 
 
-def restore_gradients(learn: LearnerLike, pending: list[tuple[Tensor, Tensor]]) -> None:
+def restore_gradients(learn: Learner, pending: list[tuple[Tensor, Tensor]]) -> None:
     "Restore the gradients from before a batch."
     learn.opt.zero_grad()
     for p, grad in pending:

@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
@@ -33,26 +32,14 @@ from learnkit.optim.hyperparams import (
 )
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = [
-    'warn_of_late_params',
-    'cover_params',
-    'create_opt',
-    'find_default_lr',
-    'freeze',
-    'freeze_to',
-    'has_foreign_opt',
-    'make_optimizer',
-    'no_params_error',
-    'prepare_opt',
-    'training_weights',
-    'unfreeze',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 MAX_NAMES = 5  # number of parameters that a warning names
 
 
 def prepare_opt(
-    learn: LearnerLike,
+    learn: Learner,
     lr: Any,  # learning rate of the fit; None: the Learner's
     wd: float | None,  # weight decay of the fit; None: the Learner's
     reset_opt: bool,  # create a new optimizer
@@ -84,19 +71,19 @@ def prepare_opt(
     learn.opt.zero_grad()
 
 
-def has_foreign_opt(learn: LearnerLike) -> bool:
+def has_foreign_opt(learn: Learner) -> bool:
     "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
     optimized = {p for group in learn.opt.param_groups for p in group['params']}
     return optimized.isdisjoint(learn.model.parameters())
 
 
-def wrap_opt(learn: LearnerLike) -> None:
+def wrap_opt(learn: Learner) -> None:
     "Wrap an optimizer of torch that was assigned to `learn.opt`."
     if not isinstance(learn.opt, OptimWrapper):
         learn.opt = OptimWrapper(opt=learn.opt)
 
 
-def find_initial_lrs(learn: LearnerLike) -> Any:
+def find_initial_lrs(learn: Learner) -> Any:
     """Return the initial rates of a fit that was called without `lr`.
 
     These are the Learner's `lr` or the optimizer's own rates, followed by the rates of groups
@@ -117,7 +104,7 @@ def find_initial_lrs(learn: LearnerLike) -> Any:
 
 
 @contextmanager
-def training_weights(learn: LearnerLike) -> Iterator[None]:
+def training_weights(learn: Learner) -> Iterator[None]:
     "Switch the optimizer to training weights for the outermost fit, then to evaluation weights."
     if learn.run.depth:
         yield
@@ -130,7 +117,7 @@ def training_weights(learn: LearnerLike) -> Iterator[None]:
         learn.last_lrs = learn.opt.lrs
 
 
-def create_opt(learn: LearnerLike) -> None:
+def create_opt(learn: Learner) -> None:
     "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
     if isinstance(learn.opt_func, partial) and 'lr' in learn.opt_func.keywords:
         learn.lr = learn.opt_func.keywords['lr']
@@ -150,7 +137,7 @@ def create_opt(learn: LearnerLike) -> None:
     learn.own_lrs = (learn.lr, lrs) if has_own_lrs else (None, None)
 
 
-def make_optimizer(learn: LearnerLike) -> OptimWrapper:
+def make_optimizer(learn: Learner) -> OptimWrapper:
     """Create the optimizer of a Learner. If `opt_func` has a parameter `model`, the model is passed to it.
 
     Optimizer instances and torch's classes keep their weight decay. Optimizers with fastai's names exclude norm layers
@@ -193,7 +180,7 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
 
 
 def set_exemptions(
-    learn: LearnerLike,
+    learn: Learner,
     opt: OptimWrapper,  # new optimizer of the Learner
     is_ready: bool,  # True if the user has made the optimizer
 ) -> None:
@@ -216,7 +203,7 @@ def find_default_lr(opt_func: Any, fallback: float) -> float:
     return default.default if default and isinstance(default.default, (int, float)) else fallback
 
 
-def call_opt_func(learn: LearnerLike) -> Any:
+def call_opt_func(learn: Learner) -> Any:
     "Call `opt_func` with the splitter's groups."
     opt_func = learn.opt_func
     lr = learn.lr
@@ -274,7 +261,7 @@ def check_opt_func(
         ) from None
 
 
-def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
+def split_params(learn: Learner) -> list[dict[str, Any]]:
     """Return the splitter's groups.
 
     Raises `OptimizerError` for a splitter that cannot be called, or that returns a parameter twice.
@@ -296,19 +283,19 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
     return groups
 
 
-def list_modules(learn: LearnerLike) -> list[nn.Module]:
+def list_modules(learn: Learner) -> list[nn.Module]:
     "Return the modules that are trained: the model, and a loss function that has parameters."
     loss_func = learn.loss_func
     is_trained = isinstance(loss_func, nn.Module) and any(True for _ in loss_func.parameters())
     return [learn.model, loss_func] if is_trained else [learn.model]
 
 
-def list_all_params(learn: LearnerLike) -> set[nn.Parameter]:
+def list_all_params(learn: Learner) -> set[nn.Parameter]:
     "Return the parameters of the model and of the loss function."
     return {p for m in list_modules(learn) for p in m.parameters()}
 
 
-def add_loss_params(learn: LearnerLike, opt: OptimWrapper) -> None:
+def add_loss_params(learn: Learner, opt: OptimWrapper) -> None:
     "Add the parameters of a loss function to the last group of a new optimizer."
     own = {*opt.parameters(), *learn.model.parameters()}
     loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters()]
@@ -343,7 +330,7 @@ def requiring_grad(params: Iterable[nn.Parameter]) -> Iterator[None]:
 # -- parameters that are added, removed or left out ------------------------------------------------
 
 
-def cover_params(learn: LearnerLike) -> None:
+def cover_params(learn: Learner) -> None:
     """Update the optimizer to the parameters that the model and the loss function have now.
 
     New parameters, and parameters that require gradients only now, join the group that the splitter
@@ -368,7 +355,7 @@ def cover_params(learn: LearnerLike) -> None:
         opt.warned |= left_out
 
 
-def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
+def update_groups(learn: Learner, current: set[nn.Parameter]) -> None:
     "Drop parameters that are no longer in `current` from the optimizer, and add new ones."
     opt = learn.opt
     own = set(opt.parameters())
@@ -386,7 +373,7 @@ def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
     opt.waiting = candidates - new
 
 
-def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
+def add_params(learn: Learner, new: set[nn.Parameter]) -> None:
     "Add new parameters to the splitter's groups, if the optimizer is one with the same groups."
     opt = learn.opt
     wanted = new.union(opt.parameters())
@@ -426,7 +413,7 @@ def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Par
     return {p for p in left_out if p not in seen or p in opt.waiting}
 
 
-def warn_of_late_params(learn: LearnerLike) -> None:
+def warn_of_late_params(learn: Learner) -> None:
     "Warn of parameters that were unfrozen or replaced within an epoch, and were not trained in the rest of it."
     opt = learn.opt
     if not isinstance(opt, OptimWrapper) or opt.seen is None:
@@ -439,7 +426,7 @@ def warn_of_late_params(learn: LearnerLike) -> None:
         )
 
 
-def join_names(learn: LearnerLike, params: set[nn.Parameter]) -> str:
+def join_names(learn: Learner, params: set[nn.Parameter]) -> str:
     "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
     named = [*bare_model(learn.model).named_parameters()]
     for loss_func in list_modules(learn)[1:]:
@@ -452,7 +439,7 @@ def join_names(learn: LearnerLike, params: set[nn.Parameter]) -> str:
 # -- freezing --------------------------------------------------------------------------------------
 
 
-def freeze_to(learn: LearnerLike, n: int) -> None:
+def freeze_to(learn: Learner, n: int) -> None:
     "Freeze the groups before group `n`, and train the others."
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
@@ -462,7 +449,7 @@ def freeze_to(learn: LearnerLike, n: int) -> None:
     learn.opt.freeze_to(n)
 
 
-def freeze(learn: LearnerLike) -> None:
+def freeze(learn: Learner) -> None:
     "Freeze all parameter groups except the last one."
     learn.freeze_to(-1)
     if len(learn.opt.param_lists) == 1:
@@ -472,6 +459,6 @@ def freeze(learn: LearnerLike) -> None:
         )
 
 
-def unfreeze(learn: LearnerLike) -> None:
+def unfreeze(learn: Learner) -> None:
     "Unfreeze all parameter groups."
     learn.freeze_to(0)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -43,7 +43,6 @@ from learnkit.core.errors import (
     StepPutOff,
     add_note,
 )
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import precision_hint, warn_user
 from learnkit.engine.callback import Callback, declared
@@ -53,19 +52,8 @@ from learnkit.engine.loss import loss_of, total_loss
 from learnkit.engine.run import clear_pass
 from learnkit.optim.wrapper import Closure
 
-__all__ = [
-    'forward',
-    'compute_loss',
-    'optimize',
-    'report_loss',
-    'ClosureStep',
-    'OptimizeCall',
-    'OwnLoop',
-    'list_overrides',
-    'EventCheck',
-    'replaces_batch',
-    'make_repeat_error',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # methods of a training batch, outermost first; an override may skip events
 BATCH_METHODS = (
@@ -104,13 +92,13 @@ class OwnLoop:
     "State of the calls of `forward` and `optimize` in a batch."
 
     def __init__(self) -> None:
-        self.call: OptimizeCall | None = None  # current call of `optimize`
+        self.call: Any = None  # current call of `optimize`
         self.calls_modules = False  # `forward` calls modules directly, without their wrapper
         self.loss_sum: Any = 0  # sum of this batch's losses passed to `optimize`
         self.n_losses = 0  # number of these losses
 
     @contextmanager
-    def opened(self, learn: LearnerLike, call: OptimizeCall) -> Iterator[None]:
+    def opened(self, learn: Learner, call: OptimizeCall) -> Iterator[None]:
         "Set the current `optimize` call, and the optimizer that it steps, within a context."
         before = self.call, learn.turn
         self.call = call
@@ -121,7 +109,7 @@ class OwnLoop:
             self.call, learn.turn = before
 
 
-def forward(learn: LearnerLike, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def forward(learn: Learner, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     "Call `f(*args, **kwargs)` as a forward pass, and return its output."
     __tracebackhide__ = True
     learn('before_pred')
@@ -136,7 +124,7 @@ def forward(learn: LearnerLike, f: Callable[..., Any], *args: Any, **kwargs: Any
     return learn.pred
 
 
-def compute_loss(learn: LearnerLike, pred: Any, *targets: Any) -> Any:
+def compute_loss(learn: Learner, pred: Any, *targets: Any) -> Any:
     "Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass."
     __tracebackhide__ = True
     if learn.loss_func is None:
@@ -149,7 +137,7 @@ def compute_loss(learn: LearnerLike, pred: Any, *targets: Any) -> Any:
 
 
 def optimize(
-    learn: LearnerLike,
+    learn: Learner,
     loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],
     only: str | int | None = None,
     retain_graph: bool = False,
@@ -182,7 +170,7 @@ def optimize(
     return stepped
 
 
-def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None:
+def report_loss(learn: Learner, loss: Tensor | Mapping[str, Tensor]) -> None:
     "Set the loss of the batch, and fire `after_loss`."
     total: Tensor = loss if isinstance(loss, Tensor) else total_loss(learn, loss)
     learn.loss_grad = total
@@ -190,7 +178,7 @@ def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None
     learn('after_loss')
 
 
-def _backward_and_step(learn: LearnerLike) -> bool:
+def _backward_and_step(learn: Learner) -> bool:
     "Run the backward pass and the step of the current `optimize` call; return False if no step was taken."
     n_before = learn.opt.n_steps
     learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
@@ -202,7 +190,7 @@ def _backward_and_step(learn: LearnerLike) -> bool:
     return bool(learn.opt.n_steps > n_before)
 
 
-def _backward_of_call(learn: LearnerLike) -> None:
+def _backward_of_call(learn: Learner) -> None:
     "Run the backward pass of the current `optimize` call; parameters of other optimizers keep their gradients."
     options = {'retain_graph': True} if learn.own_loop.call.retain_graph else {}
     others = nullcontext() if learn.turn is None else preserve_other_grads(learn.opt, learn.turn)
@@ -238,7 +226,7 @@ class ClosureStep:
             False  # True while the batch is evaluated again; callbacks do not record it
         )
 
-    def __call__(self, learn: LearnerLike) -> None:
+    def __call__(self, learn: Learner) -> None:
         "Take the step with a closure. What is recorded is the evaluation before the step."
 
         def evaluate() -> Tensor:
@@ -255,7 +243,7 @@ class ClosureStep:
             raise
         learn.__dict__.update(before)
 
-    def repeat(self, learn: LearnerLike) -> None:
+    def repeat(self, learn: Learner) -> None:
         "Run the forward and backward passes of the batch again, without the step."
         with replacing_yield(self, 'repeating', True):
             if learn.own_loop.call is not None:
@@ -268,7 +256,7 @@ class ClosureStep:
                 learn._with_events(learn._backward, 'backward', CancelBackwardException)
 
 
-def repeat_call(learn: LearnerLike, call: OptimizeCall) -> None:
+def repeat_call(learn: Learner, call: OptimizeCall) -> None:
     "Compute the loss of the current `optimize` call again, with the backward pass."
     if call.compute is None:
         raise make_repeat_error('A second pass')
@@ -288,12 +276,12 @@ def make_repeat_error(caller: str) -> LossError:
 # -- callbacks that have no effect in a custom loop ------------------------------------------------
 
 
-def list_overrides(learn: LearnerLike) -> list[str]:
+def list_overrides(learn: Learner) -> list[str]:
     "Return the names in `BATCH_METHODS` that the class of a Learner overrides."
     return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
 
 
-def replaces_batch(learn: LearnerLike) -> bool:
+def replaces_batch(learn: Learner) -> bool:
     "Return True if `_do_one_batch` is overridden: its passes cannot be run again."
     return type(learn)._do_one_batch is not Loop._do_one_batch
 

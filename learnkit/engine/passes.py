@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from learnkit.core.errors import EmptyLoaderError, add_note
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length, n_batches
 from learnkit.data.position import LoaderPosition
@@ -19,7 +18,8 @@ from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
 from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
-__all__ = ['Source', 'TrainingPasses', 'Stream', 'end_iteration', 'ends_iteration']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 _END = object()  # marks the end of a loader, as the default of `next`
 
@@ -27,7 +27,7 @@ _END = object()  # marks the end of a loader, as the default of `next`
 class Source:
     "Epochs of a fit, and batches of a loader from its first one on: the loop's own `source`."
 
-    def epochs(self, learn: LearnerLike, first: int = 0) -> Iterator[int]:
+    def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
         "Yield the numbers of the epochs from `first` on, until the fit is stopped."
         epochs = count(first) if learn.n_epoch is None else range(first, learn.n_epoch)
         for epoch in epochs:
@@ -35,26 +35,26 @@ class Source:
             if learn.run.stopping:
                 return
 
-    def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
+    def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Begin a pass over `learn.dl`: set `n_iter`, and return the numbers of the batches and the batches."
         device = learn.batch_device
         assert device is not None  # `draw_batches` has set it
         return set_length(learn), draw(learn, read_ahead(learn.dl, device))
 
-    def end(self, learn: LearnerLike) -> None:
+    def end(self, learn: Learner) -> None:
         "End the pass, whether or not its loader is exhausted."
 
-    def end_training(self, learn: LearnerLike) -> None:
+    def end_training(self, learn: Learner) -> None:
         "End the training of an epoch; its evaluation is next."
 
 
-def set_length(learn: LearnerLike, first: int = 0) -> Iterable[int]:
+def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
     "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
     learn.n_iter, limit = epoch_length(learn.dls, learn.dl)
     return count(first) if limit is None else range(first, limit)
 
 
-def draw(learn: LearnerLike, batches: Iterator[Any]) -> Iterator[Any]:
+def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a loader, and count the training steps until the next one that is timed.
 
     Raises `EmptyLoaderError` for a loader without batches, and warns of one that ends too early. If
@@ -80,7 +80,7 @@ def draw(learn: LearnerLike, batches: Iterator[Any]) -> Iterator[Any]:
     check_drawn(learn, learn.iter)
 
 
-def check_drawn(learn: LearnerLike, n: int) -> None:
+def check_drawn(learn: Learner, n: int) -> None:
     "Raise `EmptyLoaderError` if an exhausted loader gave no batch; warn if it gave fewer than its length."
     if not n:
         hint = ''
@@ -100,7 +100,7 @@ def check_drawn(learn: LearnerLike, n: int) -> None:
 # -- iterations ------------------------------------------------------------------------------------
 
 
-def ends_iteration(learn: LearnerLike) -> bool:
+def ends_iteration(learn: Learner) -> bool:
     "Return True if the current epoch is the last epoch of an iteration, and was not cut."
     per_iteration = learn.epochs_per_iteration
     if per_iteration is None or learn.passes.is_cut:
@@ -108,7 +108,7 @@ def ends_iteration(learn: LearnerLike) -> bool:
     return (learn.epoch + 1) % per_iteration == 0
 
 
-def end_iteration(learn: LearnerLike) -> None:
+def end_iteration(learn: Learner) -> None:
     "Count an iteration, and fire the events at its end."
     learn.counters.iterations += 1
     learn('after_iteration')
@@ -139,7 +139,7 @@ class TrainingPasses(Source):
         return {**self.__dict__, 'position': None, 'stream': None, 'rest': None, '_current': None}
 
     @override
-    def epochs(self, learn: LearnerLike, first: int = 0) -> Iterator[int]:
+    def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
         "Yield the numbers of the epochs, and fire the events of iterations around them."
         per_iteration = learn.epochs_per_iteration
         for epoch in super().epochs(learn, first):
@@ -151,7 +151,7 @@ class TrainingPasses(Source):
                 end_iteration(learn)
 
     @override
-    def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
+    def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Begin a pass over `learn.dl`, with its position if it is a pass of the training."
         if not (learn.training and learn.fitting):
             return super().batches(learn)
@@ -164,7 +164,7 @@ class TrainingPasses(Source):
         self._current = batches
         return set_length(learn, self.n_drawn), draw(learn, batches)
 
-    def _continue(self, learn: LearnerLike, rest: Iterator[Any]) -> Iterator[Any] | None:
+    def _continue(self, learn: Learner, rest: Iterator[Any]) -> Iterator[Any] | None:
         "Return the rest of a pass that a budget has cut, if this fit has a budget too and a batch is left."
         dl = learn.dl
         if self.position is None:
@@ -179,13 +179,13 @@ class TrainingPasses(Source):
         first = next(rest, _END)
         return None if first is _END else chain([first], rest)
 
-    def prepare(self, learn: LearnerLike) -> None:
+    def prepare(self, learn: Learner) -> None:
         "Prepare the optimizer: callbacks may have unfrozen or replaced parameters in `before_train`."
         cover_params(learn)
         learn.opt.train()
 
     @override
-    def end(self, learn: LearnerLike) -> None:
+    def end(self, learn: Learner) -> None:
         "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
         batches = self._current
         self._current = None
@@ -208,7 +208,7 @@ class TrainingPasses(Source):
         "Release all iterators, which an error may have ended."
         self.stream = self.rest = self.position = self._current = None
 
-    def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
+    def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
         dl = learn.dl
         device = learn.batch_device
@@ -245,7 +245,7 @@ class TrainingPasses(Source):
         else:
             self.position = resumed
 
-    def indices(self, learn: LearnerLike) -> list[Any] | None:
+    def indices(self, learn: Learner) -> list[Any] | None:
         "Return the data set's indices of the current training batch, or None if they are unknown."
         if not learn.training:
             return None
@@ -256,7 +256,7 @@ class TrainingPasses(Source):
 
     def state_dict(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> dict[str, Any] | None:
         "Return the position for a checkpoint, or None if an overridden loop has drawn the batches itself."
@@ -272,7 +272,7 @@ class TrainingPasses(Source):
 
     def warn_of_lost_state(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> None:
         "Warn of state of the current pass that a checkpoint cannot hold."

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 
-__all__ = ['to_portable_path', 'from_portable_path']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 def to_portable_path(
-    learn: LearnerLike,  # Learner whose `path` is the folder
+    learn: Learner,  # Learner whose `path` is the folder
     path: str | Path | None,  # path of a file
 ) -> str | None:
     """Return the string that a checkpoint holds for a path.
@@ -30,7 +31,7 @@ def to_portable_path(
 
 
 def from_portable_path(
-    learn: LearnerLike,  # Learner whose `path` is the folder, possibly another one than before
+    learn: Learner,  # Learner whose `path` is the folder, possibly another one than before
     kept: str | None,  # string that `to_portable_path` returned
     own: str | Path | None = None,  # folder that the callback was given
 ) -> Path | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from learnkit.core.errors import CheckpointError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import list_running
 from learnkit.engine.evaluation import EvaluateWithinEpochs
@@ -23,13 +22,8 @@ from learnkit.engine.passes import (
     set_length,
 )
 
-__all__ = [
-    'SAVE_POINTS',
-    'ResumeState',
-    'checkpoint_point',
-    'list_checkpoint_folders',
-    'ResumedRun',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # point of a checkpoint, and the point of the loop at which it is restored
 SAVE_POINTS = {
@@ -78,13 +72,13 @@ class ResumeState:
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
 
-def list_checkpoint_folders(learn: LearnerLike) -> list[Path]:
+def list_checkpoint_folders(learn: Learner) -> list[Path]:
     "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
     finders = [declared(cb, 'checkpoint_folder') for cb in learn.cbs]
     return [find() for find in finders if find is not None]
 
 
-def checkpoint_point(learn: LearnerLike) -> str:
+def checkpoint_point(learn: Learner) -> str:
     "Return the point of the checkpoint event that is running, 'batch', 'epoch' or 'iteration', or ''."
     for _, event in list_running(learn):
         if event.endswith('_checkpoint'):
@@ -103,7 +97,7 @@ class ResumedRun(Source):
         self.passes = passes
 
     @override
-    def epochs(self, learn: LearnerLike, first: int = 0) -> Iterator[int]:
+    def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
         "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
         r = learn.resuming
         epoch: int = r.loop['epoch']
@@ -114,7 +108,7 @@ class ResumedRun(Source):
             epoch += 1
         return self.passes.epochs(learn, epoch)
 
-    def _restore_after_epoch(self, learn: LearnerLike) -> None:
+    def _restore_after_epoch(self, learn: Learner) -> None:
         r = learn.resuming
         epoch: int = r.loop['epoch']
         learn.epoch = epoch
@@ -127,7 +121,7 @@ class ResumedRun(Source):
             end_iteration(learn)
 
     @override
-    def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
+    def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         """Return the batches that remain of the epoch of the checkpoint, and all of any other epoch.
 
         An interrupted evaluation after a batch is repeated first, followed by the checkpoint event of
@@ -153,17 +147,17 @@ class ResumedRun(Source):
         return set_length(learn, r.loop['n_drawn']), draw(learn, batches)
 
     @override
-    def end(self, learn: LearnerLike) -> None:
+    def end(self, learn: Learner) -> None:
         self.passes.end(learn)
 
     @override
-    def end_training(self, learn: LearnerLike) -> None:
+    def end_training(self, learn: Learner) -> None:
         "Restore a checkpoint that was taken before the evaluation of the epoch."
         if learn.resuming is not None:
             resume_at(learn, 'evaluation')
 
 
-def resume_at(learn: LearnerLike, point: str) -> None:
+def resume_at(learn: Learner, point: str) -> None:
     "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
     r = learn.resuming
     loop = r.loop

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
@@ -30,20 +29,8 @@ from learnkit.engine.dispatch import (
 )
 from learnkit.engine.events import CONTEXTS, LEVELS
 
-__all__ = [
-    'Run',
-    'call_each',
-    'clear_pass',
-    'end_run',
-    'is_open',
-    'note_error',
-    'open_level',
-    'open_run',
-    'preserved_state',
-    'raise_first',
-    'release_loss',
-    'refuse_run',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 CLEANUP = 'cleanup'  # kind of a run that ends
 
@@ -68,13 +55,13 @@ class Run:
     stopping: bool = False  # the fit ends after the current batch or epoch
 
 
-def clear_pass(learn: LearnerLike) -> None:
+def clear_pass(learn: Learner) -> None:
     "Delete the prediction and the loss of the last forward pass."
     learn.__dict__.pop('pred', None)
     learn.__dict__.pop('loss_grad', None)
 
 
-def release_loss(learn: LearnerLike) -> None:
+def release_loss(learn: Any) -> None:
     "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
     loss = learn.loss
     if isinstance(loss, Tensor) and loss.requires_grad:
@@ -84,7 +71,7 @@ def release_loss(learn: LearnerLike) -> None:
             learn.loss = loss.detach()
 
 
-def refuse_run(learn: LearnerLike, value: object) -> None:
+def refuse_run(learn: Learner, value: object) -> None:
     "Raise `FitError` for an assignment to `learn.run`."
     raise FitError(
         f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
@@ -92,14 +79,14 @@ def refuse_run(learn: LearnerLike, value: object) -> None:
     )
 
 
-def is_in_use(learn: LearnerLike) -> bool:
+def is_in_use(learn: Learner) -> bool:
     "Return True during a run, until its cleanup begins."
     return learn.run.depth > 0 and learn.run.kind != CLEANUP
 
 
 @contextmanager
 def open_run(
-    learn: LearnerLike,
+    learn: Learner,
     kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
@@ -149,7 +136,7 @@ def open_run(
             torch.set_grad_enabled(grad)
 
 
-def end_run(learn: LearnerLike, error: BaseException | None) -> None:
+def end_run(learn: Learner, error: BaseException | None) -> None:
     "End the outermost run: fire `after_error` and `cleanup`. The first error gets notes about later errors."
     run = learn.run
     learn.error = error
@@ -173,7 +160,7 @@ def end_run(learn: LearnerLike, error: BaseException | None) -> None:
     raise_first(error, raised)
 
 
-def _reset_run(learn: LearnerLike, error: BaseException | None) -> None:
+def _reset_run(learn: Learner, error: BaseException | None) -> None:
     "Reset the state of the run that has ended."
     run = learn.run
     if error is not None:
@@ -188,7 +175,7 @@ def _reset_run(learn: LearnerLike, error: BaseException | None) -> None:
             cb.run = True
 
 
-def forget_run(learn: LearnerLike) -> None:
+def forget_run(learn: Learner) -> None:
     "Release the tensors of a failed run, and the persistent workers of its loaders."
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
         forget_workers(dl)
@@ -198,14 +185,14 @@ def forget_run(learn: LearnerLike) -> None:
         learn.opt.zero_grad()
 
 
-def is_open(learn: LearnerLike, level: str) -> bool:
+def is_open(learn: Learner, level: str) -> bool:
     "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
     # an override of `_with_events` may not update `run.levels`
     is_overridden = type(learn)._with_events.__module__ != 'learnkit.engine.loop'
     return level in learn.run.levels or is_overridden
 
 
-def note_error(learn: LearnerLike, e: BaseException, cb: Callback, event_name: str) -> None:
+def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) -> None:
     """Add a note to an exception: the callback, the event, epoch and batch.
 
     Raises `CancelError` for a Cancel exception whose level is not open.
@@ -218,15 +205,13 @@ def note_error(learn: LearnerLike, e: BaseException, cb: Callback, event_name: s
         raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
 
 
-def _list_releases(learn: LearnerLike) -> list[Callable[[], object]]:
+def _list_releases(learn: Learner) -> list[Callable[[], object]]:
     "Return the functions of callbacks that release resources of the process."
     ends = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
     return [end for end in ends if end is not None]
 
 
-def call_each(
-    learn: LearnerLike, event_name: str, interrupted: bool = False
-) -> list[BaseException]:
+def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> list[BaseException]:
     """Run every handler of an event, also if one of them raises, and return the exceptions.
 
     A second Ctrl-C is raised at once. Except in `after_error`, callbacks that were switched off are
@@ -256,7 +241,7 @@ def call_each(
 
 
 @contextmanager
-def open_level(learn: LearnerLike, event_type: str) -> Iterator[None]:
+def open_level(learn: Learner, event_type: str) -> Iterator[None]:
     """Open a level of the loop within a context: fire its first event, and at the end the others.
 
     For a function, `_with_events` takes less time. It also drops the Cancel exception, with the
@@ -279,7 +264,7 @@ def open_level(learn: LearnerLike, event_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_state(learn: LearnerLike) -> Iterator[None]:
+def preserved_state(learn: Learner) -> Iterator[None]:
     "Restore the random generators, the mode of each module and the loop's state at the end of a context."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
     try:
@@ -297,7 +282,7 @@ def preserved_state(learn: LearnerLike) -> Iterator[None]:
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
 
 
-def hold_others(learn: LearnerLike, kind: str) -> list[Any]:
+def hold_others(learn: Learner, kind: str) -> list[Any]:
     """Switch off the callbacks that take no part in a run, and return them.
 
     These are callbacks whose `run_in` excludes the run, and, in an evaluation, callbacks whose
@@ -314,7 +299,7 @@ def hold_others(learn: LearnerLike, kind: str) -> list[Any]:
     return learn.callbacks.hold(others) if others else []
 
 
-def release_for_fit(learn: LearnerLike, kind: str) -> list[Any]:
+def release_for_fit(learn: Learner, kind: str) -> list[Any]:
     "Switch on the callbacks with `run_in='fit'` that an outer run has switched off, and return them."
     if kind != 'fit':
         return []
@@ -324,7 +309,7 @@ def release_for_fit(learn: LearnerLike, kind: str) -> list[Any]:
     return waiting
 
 
-def warn_of_switched_off(learn: LearnerLike, cb: Any, event_name: str) -> None:
+def warn_of_switched_off(learn: Learner, cb: Any, event_name: str) -> None:
     "Warn if a callback that was switched off would have changed the batches of the evaluation."
     if contains_object(learn.callbacks.held, cb) or takes_every_event(type(cb)):
         return

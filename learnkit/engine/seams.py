@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import FitError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.loss import call_model, compute_loss
 from learnkit.engine.passes import Source
 from learnkit.engine.resume import ResumedRun
 
-__all__ = ['SEAMS', 'Seams', 'fit_seams', 'train_whole_batch']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 SEAMS = ('source', 'model', 'loss', 'batch', 'step')
 
@@ -89,7 +89,7 @@ class Seams:
             self.give_back(before)
 
 
-def train_whole_batch(learn: LearnerLike) -> None:
+def train_whole_batch(learn: Learner) -> None:
     "Run forward, loss, backward and step on the current batch."
     learn._do_pred_loss()
     learn._do_grad_opt()
@@ -97,7 +97,7 @@ def train_whole_batch(learn: LearnerLike) -> None:
 
 @contextmanager
 def fit_seams(
-    learn: LearnerLike,
+    learn: Learner,
     is_resumed: bool,  # the fit resumes from a checkpoint
 ) -> Iterator[None]:
     "Let the features of a Learner take their seams for a fit."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import ModelError
 from learnkit.core.interrupts import run_all
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, has_lazy_tensors
 from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
@@ -27,7 +26,8 @@ from learnkit.distributed.dtensor import reshard
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
 
-__all__ = ['Snapshot', 'preserve_dataloaders', 'restored_objects', 'restored']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # classes whose attributes belong to the object alone
 OWNER_TYPES = (
@@ -169,7 +169,7 @@ def preserve_dataloaders(dls: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def restored_objects(
-    learn: LearnerLike,  # Learner whose model and loaders are restored
+    learn: Learner,  # Learner whose model and loaders are restored
     roots: list[Any],  # further objects to restore
     excluded: list[Any] | None = None,  # objects that are not restored
     on_host: bool = False,  # whether copies of tensors are on the CPU
@@ -195,7 +195,7 @@ def restored_objects(
 
 @contextmanager
 def restored(
-    learn: LearnerLike,
+    learn: Learner,
     on_host: bool = False,  # whether copies of tensors are on the CPU
 ) -> Iterator[None]:
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."

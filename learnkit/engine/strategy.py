@@ -6,18 +6,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from learnkit.core.batch import count_samples, find_bs, microbatches
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.distributed.comm import has_joined
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import end_run, open_run
 
-__all__ = ['SingleProcess']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class SingleProcess:
@@ -33,7 +33,7 @@ class SingleProcess:
     @contextmanager
     def run(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
     ) -> Iterator[None]:
         "Open a run."
@@ -43,38 +43,38 @@ class SingleProcess:
         with open_run(learn, kind):
             yield
 
-    def end_run(self, learn: LearnerLike, error: BaseException | None) -> None:
+    def end_run(self, learn: Learner, error: BaseException | None) -> None:
         "End the outermost run: `after_error` if it failed, and `cleanup`."
         end_run(learn, error)
 
-    def stop(self, learn: LearnerLike) -> None:
+    def stop(self, learn: Learner) -> None:
         "End the fit after the current batch or epoch."
         learn.run.stopping = True
 
-    def seconds(self, learn: LearnerLike) -> float:
+    def seconds(self, learn: Learner) -> float:
         "Return the seconds spent in fits."
         return float(learn.counters.elapsed())
 
     # -- a batch ---------------------------------------------------------------------------------
 
-    def batch_loss(self, learn: LearnerLike) -> Tensor:
+    def batch_loss(self, learn: Learner) -> Tensor:
         "Return the loss of the batch over all ranks, for optimizers that compare losses."
         loss: Tensor = learn.loss.detach()
         return loss
 
-    def gradient_share(self, learn: LearnerLike) -> Any:
+    def gradient_share(self, learn: Learner) -> Any:
         "Return the factor of this rank's loss in the mean over ranks."
         return 1
 
-    def split(self, learn: LearnerLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+    def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches of at most `size` samples."
         return microbatches(xb, yb, size, find_bs(xb, yb, learn.size_func))
 
-    def count_samples(self, learn: LearnerLike) -> int:
+    def count_samples(self, learn: Learner) -> int:
         "Return the number of samples of the batch over all ranks."
         return count_samples(learn)
 
-    def total_weight(self, learn: LearnerLike) -> Any:
+    def total_weight(self, learn: Learner) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
         weights = learn.loss_weights
         return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
@@ -83,22 +83,22 @@ class SingleProcess:
 
     def find_checkpoint(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         resume: Any,  # argument of `fit(resume=...)`
         find: Callable[[Any], ResumeState | None],  # finds it on this rank
     ) -> ResumeState | None:
         "Return the checkpoint that all ranks resume from, or None."
         return find(resume)
 
-    def add_own_state(self, learn: LearnerLike, state: dict[str, Any]) -> dict[str, Any]:
+    def add_own_state(self, learn: Learner, state: dict[str, Any]) -> dict[str, Any]:
         "Return the state of a checkpoint with each rank's own state added."
         return state
 
-    def take_own_state(self, learn: LearnerLike, resume: ResumeState) -> ResumeState:
+    def take_own_state(self, learn: Learner, resume: ResumeState) -> ResumeState:
         "Return a checkpoint in which this rank's own state replaces the first rank's."
         return resume
 
-    def after_restore(self, learn: LearnerLike, resume: ResumeState) -> None:
+    def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Restore state that depends on the processes, after the rest of a checkpoint was restored."
 
 

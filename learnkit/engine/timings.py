@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from learnkit.core.errors import OptionError
 from learnkit.core.html import never_raising, table
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import axes_or_new
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
 
-__all__ = ['EVERY', 'FIRST', 'Timings', 'TimedTable']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 EVERY = 32  # interval of measured steps
 FIRST = 8  # first measured step of a fit, as the steps before it are slower than the rest
@@ -60,7 +60,7 @@ class Timings:
 
     # -- measuring ---------------------------------------------------------------------------------
 
-    def switch(self, learn: LearnerLike) -> None:
+    def switch(self, learn: Learner) -> None:
         "Start to measure a step with timed handlers, or stop if a step was measured. Called when a batch is drawn."
         if self.stop(learn):
             self.steps_left = EVERY - 1
@@ -69,7 +69,7 @@ class Timings:
             self.device = learn.batch_device
             self.begin_step()
 
-    def stop(self, learn: LearnerLike) -> bool:
+    def stop(self, learn: Learner) -> bool:
         "Restore the loop's handler tables, and return True if a step was being measured."
         if not isinstance(learn.tables[True], TimedTable):
             return False
@@ -77,7 +77,7 @@ class Timings:
         self.end_step()
         return True
 
-    def _get_timed_table(self, learn: LearnerLike) -> TimedTable:
+    def _get_timed_table(self, learn: Learner) -> TimedTable:
         "Return the timed handlers of this fit, created once: `refresh` clears the table when callbacks change."
         tables = learn.callbacks.more_tables
         for known in tables:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from learnkit.core.errors import CancelEpochException
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
-__all__ = ['Modes', 'TrainEvalCallback', 'SkipToEpoch', 'missing_train_eval']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class Modes:
@@ -37,7 +37,7 @@ class Modes:
         self.is_starting = True
         self.saved = []
 
-    def train(self, learn: LearnerLike) -> None:
+    def train(self, learn: Learner) -> None:
         "Set training mode, with the modules that were in evaluation mode in the last training."
         learn.training = True
         learn.counters.has_trained = True
@@ -52,7 +52,7 @@ class Modes:
         self.is_starting = False
         self.saved = []
 
-    def evaluate(self, learn: LearnerLike) -> None:
+    def evaluate(self, learn: Learner) -> None:
         "Set evaluation mode."
         learn.training = False
         model = learn.model
@@ -83,7 +83,7 @@ class Modes:
             wrapper.training = '' not in eval_now
 
 
-def _begin_run(learn: LearnerLike) -> None:
+def _begin_run(learn: Learner) -> None:
     "Set the counters of a fit, or of an evaluation outside a fit, to its start, and move the model to its device."
     learn.loss = torch.tensor(0.0)
     if learn.fitting or not learn.run.depth:
@@ -180,7 +180,7 @@ class TrainEvalCallback(Callback):
             self.learn.modes.load_state_dict(self.learn.model, sd)
 
 
-def missing_train_eval(learn: LearnerLike) -> list[Callback]:
+def missing_train_eval(learn: Learner) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
     has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.callbacks)
     return [] if has_one else [TrainEvalCallback()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.imports import noop
@@ -28,7 +28,6 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import BatchError, LossError
 from learnkit.core.files import as_local_path
-from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
 from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine.callback import Callback
@@ -37,18 +36,8 @@ from learnkit.engine.denominator import IGNORED, denominator_of
 from learnkit.inference.sinks import save_plain
 from learnkit.metrics.merge import gather_on_host, interleave
 
-__all__ = [
-    'BatchCollector',
-    'GatherPredsCallback',
-    'AsyncToCPU',
-    'PredictionSink',
-    'Replicated',
-    'shard_loader',
-    'average_per_sample',
-    'compute_sample_losses',
-    'find_ignore_index',
-    'reorder_samples',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 class BatchCollector(Callback):
@@ -280,7 +269,7 @@ class Replicated(list[Any]):
 
 
 def shard_loader(
-    learn: LearnerLike,
+    learn: Learner,
     dl: Any,
     fillers: bool = False,  # give all ranks equally many batches, those without samples too
 ) -> tuple[Any, Comm]:
@@ -419,7 +408,7 @@ def reorder_samples(
     )
 
 
-def compute_sample_losses(learn: LearnerLike, n: int) -> Tensor:
+def compute_sample_losses(learn: Learner, n: int) -> Tensor:
     """Average the unreduced loss of a batch over the targets of each sample that count.
 
     `learn.weight_func(xb, yb)` counts them for each sample, if it is a function. Otherwise, targets of the loss

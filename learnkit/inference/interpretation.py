@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from learnkit.core.batch import (
     take_rows,
 )
 from learnkit.core.errors import LoaderError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import axes_or_new
 from learnkit.core.random import (
@@ -37,7 +36,8 @@ from learnkit.data.tables import class_names, shorten
 from learnkit.inference.gather import find_ignore_index, reorder_samples
 from learnkit.inference.predict import plan_loader
 
-__all__ = ['Interpretation', 'ClassificationInterpretation']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 MAX_LABELED_CLASSES = 40  # maximum number of classes whose names and cell values are drawn
 
@@ -58,7 +58,7 @@ class Interpretation:
 
     def __init__(
         self,
-        learn: LearnerLike,  # Learner that predicted
+        learn: Learner,  # Learner that predicted
         dl: Any,  # loader that returns the same samples in the same order
         preds: Any,  # predictions
         targs: Any,  # targets
@@ -78,7 +78,7 @@ class Interpretation:
     @classmethod
     def from_learner(
         cls,
-        learn: LearnerLike,  # Learner to predict with
+        learn: Learner,  # Learner to predict with
         ds_idx: int = 1,  # loader: 0 training, 1 validation
         dl: Any = None,  # loader to use instead, or its name in `dls`
         act: Callable[[Any], Any] | None = None,  # activation; None: the loss function's
@@ -246,7 +246,7 @@ class ClassificationInterpretation(Interpretation):
     """
 
     def __init__(
-        self, learn: LearnerLike, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor
+        self, learn: Learner, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor
     ) -> None:
         super().__init__(learn, dl, preds, targs, decoded, losses)
         ignore_index = find_ignore_index(learn.loss_func)

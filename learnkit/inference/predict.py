@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from learnkit.core.errors import (
     OptionError,
 )
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng, preserved_generators, preserved_rng, restore_rng
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
@@ -56,6 +55,9 @@ from learnkit.inference.gather import (
 )
 from learnkit.inference.sinks import check_sink, open_sink
 
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
+
 __all__ = [
     'GatherPredsCallback',
     'get_preds',
@@ -71,7 +73,7 @@ _END = object()  # marks the end of a loader, as the default of `next`
 
 
 def validate(
-    learn: LearnerLike,
+    learn: Learner,
     ds_idx: int | None,
     dl: Any,
     cbs: Any,
@@ -106,7 +108,7 @@ def validate(
 
 
 def get_preds(
-    learn: LearnerLike,
+    learn: Learner,
     ds_idx: int,
     dl: Any,
     with_input: bool,
@@ -158,7 +160,7 @@ def get_preds(
 
 
 def _write_predictions(
-    learn: LearnerLike,
+    learn: Learner,
     entries: PredictionSink,
     sink: Any,  # folder, path, array or function
     dl: Any,  # loader, before it is sharded
@@ -184,7 +186,7 @@ def _apply_to_samples(
 
 
 def _run_predictions(
-    learn: LearnerLike,
+    learn: Learner,
     dl: Any,
     cbs: list[Any],
     inner: bool,
@@ -213,7 +215,7 @@ def _run_predictions(
 
 
 def predict_iter(
-    learn: LearnerLike,
+    learn: Learner,
     dl: Any,
     ds_idx: int,
     with_input: bool,
@@ -273,7 +275,7 @@ def _predict_batches(
 
 
 def predict(
-    learn: LearnerLike,
+    learn: Learner,
     item: Any,
     rm_type_tfms: Any,
     with_input: bool,
@@ -291,7 +293,7 @@ def predict(
     return (_take_first(inputs), *res) if with_input else res
 
 
-def _collate_item(learn: LearnerLike, item: Any) -> Any:
+def _collate_item(learn: Learner, item: Any) -> Any:
     "Return a batch of one item, by the collate function of the loader that validates, or else trains."
     loaders = [('train', learn.dls.train), *evaluation_loaders(learn.dls)]
     name, dl = loaders[min(1, len(loaders) - 1)]
@@ -320,7 +322,7 @@ def _complete_sample(item: Any, dataset: Any) -> Any:
 
 
 def _predict_typed(
-    learn: LearnerLike, item: Any, rm_type_tfms: Any, with_input: bool
+    learn: Learner, item: Any, rm_type_tfms: Any, with_input: bool
 ) -> tuple[Any, ...]:
     "Predict on one sample with `dls` that create test loaders and decode batches (fastai)."
     dls = learn.dls
@@ -336,7 +338,7 @@ def _predict_typed(
 
 
 def tta(
-    learn: LearnerLike,
+    learn: Learner,
     ds_idx: int,
     dl: Any,
     n: int,
@@ -390,7 +392,7 @@ def _check_same_samples(plain: Any, targs: Any, preds: Any, new_targs: Any) -> N
 
 
 def _predict_augmented(
-    learn: LearnerLike, dl: Any, open_split: Any, augment: Callable[..., Any] | None
+    learn: Learner, dl: Any, open_split: Any, augment: Callable[..., Any] | None
 ) -> tuple[Any, Any]:
     "Predict once, and reseed the random generators, so that the next call draws different numbers."
     cbs = _make_augmenter(augment) if augment else None
@@ -401,7 +403,7 @@ def _predict_augmented(
 
 
 def plan_loader(
-    learn: LearnerLike, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
+    learn: Learner, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
 ) -> tuple[Any, Tensor | None]:
     "Return the loader to predict on, and the permutation that reorders its samples, or None if they are in order."
     is_given = dl is not None
@@ -423,13 +425,13 @@ def plan_loader(
     return ordered_dl, None if sort else torch.tensor(idxs).argsort(stable=True)
 
 
-def _choose_loader(learn: LearnerLike, ds_idx: int, dl: Any) -> Any:
+def _choose_loader(learn: Learner, ds_idx: int, dl: Any) -> Any:
     "Return the requested loader; for a shard, the loader that was sharded."
     dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
     return dl.source if isinstance(dl, Shard) else dl
 
 
-def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
+def _find_name(learn: Learner, ds_idx: int | None, dl: Any) -> str | None:
     "Return the name in `dls` of the requested loader, or None if it has no name there."
     if not isinstance(learn.dls, DataLoaders):
         return None
@@ -443,7 +445,7 @@ def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
     return None
 
 
-def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
+def resolve_loader(learn: Learner, dl: Any) -> Any:
     "Return a loader, given by its name in `dls` or as an object; raise `LoaderError` if it is neither."
     if isinstance(dl, str):
         return _get_loader(learn, dl)
@@ -461,7 +463,7 @@ def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
     return dl
 
 
-def _get_loader(learn: LearnerLike, ds_idx: int | str) -> Any:
+def _get_loader(learn: Learner, ds_idx: int | str) -> Any:
     "Return a loader of `dls` by its index or name; raise `LoaderError` if it does not exist."
     try:
         return learn.dls[ds_idx]
@@ -476,7 +478,7 @@ def _get_loader(learn: LearnerLike, ds_idx: int | str) -> Any:
         ) from None
 
 
-def _do_predictions(learn: LearnerLike, dl: Any) -> None:
+def _do_predictions(learn: Learner, dl: Any) -> None:
     "Predict on a loader between `before_predict` and `after_predict`."
     learn.dl = dl
     learn('before_predict')
@@ -485,7 +487,7 @@ def _do_predictions(learn: LearnerLike, dl: Any) -> None:
     learn('after_predict')
 
 
-def _run_in_fit_and_epoch(learn: LearnerLike, body: Callable[[], Any]) -> None:
+def _run_in_fit_and_epoch(learn: Learner, body: Callable[[], Any]) -> None:
     "Call `body` between the events of a fit and an epoch, as training does."
     epoch = partial(learn._with_events, body, 'epoch', CancelEpochException)
     learn._with_events(epoch, 'fit', CancelFitException)

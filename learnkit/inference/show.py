@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learnkit.core.batch import form_of, microbatches
 from learnkit.core.errors import OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import decodes_batches
@@ -19,11 +18,12 @@ from learnkit.data.show import (
     show_samples,
 )
 
-__all__ = ['show_results']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 def show_results(
-    learn: LearnerLike,
+    learn: Learner,
     ds_idx: int,
     dl: Any,
     max_n: int,

@@ -24,8 +24,6 @@ from learnkit.core.files import as_local_path
 from learnkit.core.plain import ATOMS, as_atom, map_plain
 from learnkit.distributed.comm import Comm
 
-__all__ = ['check_sink', 'open_sink', 'save_plain']
-
 
 def check_sink(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     "Raise `OptionError`, on every rank, for a sink that cannot store the entries of these names."

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from fastcore.basics import camel2snake
@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import add_note
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Timestamp
 from learnkit.engine.budget import Budget
 from learnkit.engine.callback import Callback
@@ -33,7 +32,8 @@ from learnkit.interop.composer_time import Event, types_for
 from learnkit.interop.composer_trainer import ComposerTrainer, add_trainer
 from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 
-__all__ = ['from_composer', 'composer_events']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # Composer events by learnkit event: in every phase, then in the phase that each table is named after
 ALWAYS = {
@@ -95,7 +95,7 @@ _TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, FIT_EVAL, STANDALONE_EVAL
 
 def composer_events(
     event: str,  # name of a learnkit event
-    learn: LearnerLike,  # Learner whose phase selects the events
+    learn: Learner,  # Learner whose phase selects the events
 ) -> tuple[str, ...]:
     """Return the Composer events that correspond to a learnkit event, in order.
 

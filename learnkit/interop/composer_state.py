@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.batch import count_samples, find_bs, form_of, to_device
 from learnkit.core.errors import BatchError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
@@ -23,17 +22,8 @@ from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
 
-__all__ = [
-    'ComposerState',
-    'ComposerLogger',
-    'Measured',
-    'Precision',
-    'adapters_of',
-    'destinations_of',
-    'label_of',
-    'log_as_named',
-    'trainer_of',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
 
@@ -512,18 +502,18 @@ def label_of(dl_name: str) -> str:
     return 'eval' if dl_name == 'valid' else dl_name
 
 
-def adapters_of(learn: LearnerLike) -> list[Any]:
+def adapters_of(learn: Learner) -> list[Any]:
     "Return the callbacks of the Learner that `from_composer` created."
     return [cb for cb in learn.cbs if hasattr(type(cb), 'is_composer')]
 
 
-def trainer_of(learn: LearnerLike) -> Any:
+def trainer_of(learn: Learner) -> Any:
     "Return the Learner's `ComposerTrainer`, or None."
     return next((cb for cb in learn.cbs if hasattr(type(cb), 'is_composer_trainer')), None)
 
 
 def measured_values(
-    learn: LearnerLike,
+    learn: Learner,
     values: Mapping[str, Any],  # values of an evaluation by column
 ) -> dict[str, float]:
     """Return loss and metrics of the evaluated loader by name, without the loader's prefix.
@@ -540,7 +530,7 @@ def measured_values(
     return {k: v for k, v in found.items() if isinstance(v, (int, float))}
 
 
-def destinations_of(learn: LearnerLike) -> list[Any]:
+def destinations_of(learn: Learner) -> list[Any]:
     "Return the adapters of Composer's logger destinations, after running their `init`."
     destinations: list[Any] = [cb for cb in learn.cbs if getattr(type(cb), 'is_destination', False)]
     for cb in destinations:
@@ -548,7 +538,7 @@ def destinations_of(learn: LearnerLike) -> list[Any]:
     return destinations
 
 
-def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
+def log_as_named(learn: Learner, name: str, value: Any) -> None:
     "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
     for cb in learn.cbs:
         if isinstance(cb, Callback) and not getattr(type(cb), 'is_destination', False):

@@ -15,8 +15,6 @@ from learnkit.core.time import Time
 from learnkit.engine.callback_state import DataKind, data_kinds
 from learnkit.interop.hooks import is_of
 
-__all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
-
 
 class Event(StrEnum):
     """Events of Composer's loop, with Composer's names.

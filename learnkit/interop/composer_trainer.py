@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, preserved_modes, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import token_count
@@ -22,7 +21,8 @@ from learnkit.interop.composer_state import (
 )
 from learnkit.metrics.averages import metrics_of_model
 
-__all__ = ['ComposerTrainer', 'add_trainer']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # counts that are logged at the start of each batch
 TIMES = ('batch', 'sample', 'batch_in_epoch', 'sample_in_epoch')
@@ -164,7 +164,7 @@ class ComposerTrainer(Callback):
 
 
 def add_trainer(
-    learn: LearnerLike,
+    learn: Learner,
     has_destination: bool,  # whether the Learner has a logger destination of Composer
 ) -> ComposerTrainer | None:
     "Return the Learner's `ComposerTrainer`; add it if there are training metrics or a destination."

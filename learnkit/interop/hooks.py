@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from learnkit.core.errors import CallbackError, OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.engine.callback_state import (
     collect_attributes,
@@ -19,16 +18,8 @@ from learnkit.engine.callback_state import (
 )
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
-__all__ = [
-    'own_hooks',
-    'check_style',
-    'state_of',
-    'load_state',
-    'parameters_of',
-    'takes_any',
-    'is_of',
-    'send_to_loggers',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # key of a callback's attributes in its state, if its `state_dict` returned None
 ATTRIBUTES_KEY = '__attributes__'
@@ -155,7 +146,7 @@ def takes_any(f: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
 
 
-def send_to_loggers(learn: LearnerLike, method: str, *content: Any) -> None:
+def send_to_loggers(learn: Learner, method: str, *content: Any) -> None:
     "Pass parameters, a string or images to learnkit's loggers, and to other callbacks with this method."
     send: dict[str, Callable[..., None]] = {
         'log_params': log_params,

@@ -16,8 +16,6 @@ from learnkit.core.optional import check_libraries, import_library
 from learnkit.learner import Learner, load_learner
 from learnkit.loggers.values import configuration
 
-__all__ = ['from_hub', 'push_to_hub', 'save_for_hub']
-
 FILE = 'learner.pth'  # the file of `save_learner` in a repository
 
 

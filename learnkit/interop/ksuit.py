@@ -49,8 +49,6 @@ from learnkit.interop.ksuit_views import (
     UpdateCounter,
 )
 
-__all__ = ['from_ksuit']
-
 EVENTS = (
     'before_training',
     'after_training',

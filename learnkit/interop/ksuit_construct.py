@@ -8,8 +8,6 @@ from typing import Any, get_type_hints
 
 from learnkit.interop.hooks import parameters_of, takes_any
 
-__all__ = ['construct', 'extend']
-
 
 class Options(SimpleNamespace):
     "Configuration of a callback; a missing option is None."

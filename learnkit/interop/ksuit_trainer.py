@@ -19,8 +19,6 @@ from learnkit.interop.composer_state import ComposerState
 from learnkit.interop.ksuit_construct import extend
 from learnkit.interop.ksuit_views import Progress, UpdateCounter
 
-__all__ = ['Trainer', 'TrainerConfig', 'TrainerResult', 'model_view', 'name_outputs']
-
 
 @dataclass(frozen=True)
 class TrainerResult:

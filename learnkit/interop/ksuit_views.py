@@ -23,18 +23,6 @@ from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
 from learnkit.monitors.dataset import n_samples
 
-__all__ = [
-    'Progress',
-    'UpdateCounter',
-    'LogWriter',
-    'CheckpointWriter',
-    'Paths',
-    'DataContainer',
-    'Tracker',
-    'MetricPropertyProvider',
-]
-
-
 # names of metrics without a better direction
 NEUTRAL_KEYS = (
     'profiler/*',

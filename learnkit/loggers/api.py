@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback
 from learnkit.loggers.base import Logger
 from learnkit.loggers.values import to_loggable
 
-__all__ = ['log_images', 'log_params', 'log_text']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 
 def log_images(
-    learn: LearnerLike,  # the Learner, or one of its callbacks
+    learn: Learner,  # the Learner, or one of its callbacks
     name: str,  # name of the images in the log
     images: Any,  # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
     captions: Sequence[Any] | None = None,  # text above each image
@@ -42,7 +42,7 @@ def log_images(
 
 
 def log_params(
-    learn: LearnerLike,  # the Learner, or one of its callbacks
+    learn: Learner,  # the Learner, or one of its callbacks
     params: dict[str, Any],  # settings by name
 ) -> None:
     "Log settings to all loggers of a Learner, as part of the configuration of this fit and later fits."
@@ -52,7 +52,7 @@ def log_params(
 
 
 def log_text(
-    learn: LearnerLike,  # the Learner, or one of its callbacks
+    learn: Learner,  # the Learner, or one of its callbacks
     name: str,  # name of the text in the log
     text: str,
 ) -> None:
@@ -68,7 +68,7 @@ def log_text(
         cb.send_text(name, str(text))
 
 
-def _active_loggers(learn: LearnerLike) -> list[Logger]:
+def _active_loggers(learn: Learner) -> list[Logger]:
     "Return the loggers of a Learner, or an empty list in an evaluation or prediction outside of a fit."
     learn = learn.learn if isinstance(learn, Callback) else learn
     if learn.run.depth and not learn.fitting:

@@ -26,8 +26,6 @@ from learnkit.loggers.values import (
 )
 from learnkit.metrics.base import Mean, is_scalar
 
-__all__ = ['Logger', 'Rows', 'RunLogger', 'open_loggers']
-
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
 # open loggers, which are closed at exit, even if they were removed from their Learner

@@ -11,8 +11,6 @@ from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
 
-__all__ = ['ConsoleLogger']
-
 
 class ConsoleLogger(Logger):
     """Print a line with the latest values at an interval, and after each evaluation.

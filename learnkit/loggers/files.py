@@ -19,8 +19,6 @@ from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import encode_png
 
-__all__ = ['CSVLogger', 'JSONLinesLogger', 'read_log']
-
 _ELSEWHERE = 'To log, give another `fname`, or move that file away.'
 
 

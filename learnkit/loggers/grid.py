@@ -14,8 +14,6 @@ from learnkit.core.plotting import choose_columns
 from learnkit.data.tables import shorten
 from learnkit.loggers.values import as_images
 
-__all__ = ['add_captions', 'arrange_images', 'make_grid']
-
 GAP = 2  # pixels between images
 MIN_WIDTH = 96  # least width of a captioned image, in pixels
 LINE_HEIGHT = 15  # pixels per line of a caption

@@ -18,8 +18,6 @@ from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger
 from learnkit.loggers.values import encode_png
 
-__all__ = ['MlflowLogger']
-
 _BATCH_SIZE = 1000  # maximum number of metrics that a server accepts in one call
 _PARAM_LENGTH = 6000  # maximum number of characters of a parameter
 _ALLOW = 'MLFLOW_ALLOW_FILE_STORE'

@@ -17,8 +17,6 @@ from learnkit.core.time import Time
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.loggers.base import Logger
 
-__all__ = ['TensorBoardLogger']
-
 
 class TensorBoardLogger(Logger):
     """Log scalars, images and text to a folder for TensorBoard: `tensorboard --logdir runs`.

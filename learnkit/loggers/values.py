@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from learnkit.core.errors import OptionError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
@@ -21,15 +20,8 @@ from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
 from learnkit.metrics.base import Mean
 
-__all__ = [
-    'fetch',
-    'encode_rows',
-    'decode_rows',
-    'configuration',
-    'as_images',
-    'to_loggable',
-    'encode_png',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -100,7 +92,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def configuration(learn: LearnerLike) -> dict[str, Any]:
+def configuration(learn: Learner) -> dict[str, Any]:
     """Return the configuration of a Learner as plain values by name.
 
     >>> from learnkit.testing import synth_learner
@@ -137,7 +129,7 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
     return {name: to_loggable(value) for name, value in config.items()}
 
 
-def _optimizer_settings(learn: LearnerLike) -> dict[str, Any]:
+def _optimizer_settings(learn: Learner) -> dict[str, Any]:
     "Return hyperparameters by name; during a fit the rates it was called with, of schedules the peak."
     opt = learn.opt
     hypers = [dict(group.items()) for group in opt.hypers]

@@ -16,8 +16,6 @@ from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger, open_loggers
 
-__all__ = ['WandbLogger']
-
 _STEP_FILE = 'last_step'  # file next to the records of a run, with the last logged step
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import isclose, isfinite
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from fastcore.basics import class2attr
@@ -21,31 +21,13 @@ from typing_extensions import override
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.engine.denominator import denominator_of
 from learnkit.metrics.base import Mean, Metric, flatten_mapping, is_scalar, widen
 
-__all__ = [
-    'AvgMetric',
-    'AvgLoss',
-    'SumMetric',
-    'ValueMetric',
-    'TorchMetric',
-    'ModelMetric',
-    'as_metrics',
-    'as_plain_value',
-    'batch_weight',
-    'check_column',
-    'check_on',
-    'dry_run',
-    'loss_weight',
-    'metrics_of_model',
-    'whole_set_metric',
-    'measures_batches',
-    'warn_unless_mean',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 PHASES = ('train', 'valid', 'both')
 F = TypeVar('F', bound=Callable[..., Any])
@@ -81,10 +63,10 @@ class AvgMetric(Mean, Metric):
         self._count = denominator_of(func).count
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
 
-    def _weight(self, learn: LearnerLike) -> Any:
+    def _weight(self, learn: Learner) -> Any:
         count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
         return batch_weight(learn) if count is None else count
 
@@ -140,7 +122,7 @@ class AvgMetric(Mean, Metric):
         return self._name or _func_name(self.func)
 
 
-def warn_unless_mean(metric: AvgMetric, learn: LearnerLike) -> None:
+def warn_unless_mean(metric: AvgMetric, learn: Learner) -> None:
     "Warn if the value of a batch is not the mean of the values of its halves, so that batches cannot be averaged."
     args = learn.pred, *learn.yb
     if type(metric) is not AvgMetric or learn.weight_func is not None:
@@ -190,7 +172,7 @@ class AvgLoss(Mean, Metric):
         self.on = check_on(on)
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         loss = learn.loss
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().mean()
@@ -242,7 +224,7 @@ class SumMetric(Metric):
         self._sums = None
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         sums = self._compute(learn.pred, learn.yb)
         total = self._sums
         if total is not None and sums.shape != total.shape:
@@ -327,7 +309,7 @@ class TorchMetric(Metric):
         self._follows = None
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         device = getattr(learn.pred, 'device', None)
         if device != self._follows:
             _move_to_device_of(learn.pred, self.metric)
@@ -360,7 +342,7 @@ class ModelMetric(TorchMetric):
     "Run a torchmetrics object that a model of whole batches updates, by its `update_metric`."
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         _move_to_device_of(learn.pred, self.metric)
         model: Any = bare_model(learn.model)
         with torch.no_grad():
@@ -394,7 +376,7 @@ class _Renamed(Metric):
         self.metric.reset()
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         self.metric.accumulate(learn)
 
     def __getattr__(self, k: str) -> Any:
@@ -559,7 +541,7 @@ def _stack_sums(sums: Iterable[Any], pred: Any) -> Tensor:
     )
 
 
-def batch_weight(learn: LearnerLike) -> Any:
+def batch_weight(learn: Learner) -> Any:
     "Return the weight of a batch in a mean: its number of samples, or `learn.weight_func(xb, yb)`."
     func = getattr(learn, 'weight_func', None)
     if func is None:
@@ -567,7 +549,7 @@ def batch_weight(learn: LearnerLike) -> Any:
     return func(learn.xb, learn.yb) if callable(func) else loss_weight(learn)
 
 
-def loss_weight(learn: LearnerLike) -> Any:
+def loss_weight(learn: Learner) -> Any:
     "Return the weight of a batch's loss in a mean: the denominator of the loss, or `learn.weight_func(xb, yb)`."
     weights = getattr(learn, 'loss_weights', None)
     if weights is not None:

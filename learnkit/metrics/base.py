@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import fsum, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.basics import class2attr
@@ -13,20 +13,10 @@ from typing_extensions import override
 
 from learnkit.core.batch import describe
 from learnkit.core.errors import MetricError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.metrics.merge import Accumulates
 
-__all__ = [
-    'Metric',
-    'Mean',
-    'AvgSmoothLoss',
-    'flatten_mapping',
-    'is_scalar',
-    'merged_losses',
-    'merged_weights',
-    'flatten_pair',
-    'widen',
-]
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 SEND_EVERY = 64  # losses per copy to the host
 
@@ -59,7 +49,7 @@ class Metric(Accumulates):
     def reset(self) -> None:
         "Clear the accumulated state."
 
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         "Add the current batch: `learn.xb`, `learn.yb`, `learn.pred` and `learn.loss`."
 
     @property
@@ -161,7 +151,7 @@ class AvgSmoothLoss(Metric):
     @override
     def accumulate(
         self,
-        learn: LearnerLike,
+        learn: Learner,
         weight: Any = 1,  # weight of the loss in `mean_since`
     ) -> None:
         self._steps.add(learn.loss, weight)

@@ -30,26 +30,6 @@ from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
-__all__ = [
-    'SklearnScore',
-    'F1Score',
-    'FBeta',
-    'Precision',
-    'Recall',
-    'Jaccard',
-    'HammingLoss',
-    'BalancedAccuracy',
-    'CohenKappa',
-    'MatthewsCorrCoef',
-    'F1ScoreMulti',
-    'FBetaMulti',
-    'PrecisionMulti',
-    'RecallMulti',
-    'JaccardMulti',
-    'HammingLossMulti',
-    'MatthewsCorrCoefMulti',
-]
-
 Labels = Sequence[int] | None
 Pair = tuple[Tensor, Tensor]
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['MetricProperties', 'as_comparison']
-
 Compare = Callable[[Any, Any], Any]
 
 # built-in patterns, checked from top to bottom; a pattern with a slash matches whole columns, a pattern without a

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.errors import MetricError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
@@ -25,36 +24,17 @@ from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.shapes import flatten_classes
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
-F = TypeVar('F', bound=Callable[..., Tensor])
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
-__all__ = [
-    'ElementMean',
-    'accuracy',
-    'error_rate',
-    'top_k_accuracy',
-    'accuracy_multi',
-    'mse',
-    'rmse',
-    'RMSE',
-    'mae',
-    'msle',
-    'exp_rmspe',
-    'ExpRMSPE',
-    'R2Score',
-    'ExplainedVariance',
-    'PearsonCorrCoef',
-    'BrierScore',
-    'BrierScoreMulti',
-    'Perplexity',
-    'perplexity',
-]
+F = TypeVar('F', bound=Callable[..., Tensor])
 
 
 class ElementMean(AvgMetric):
     "Average over all targets of the data set, as the functions of this module do in a list of metrics."
 
     @override
-    def _weight(self, learn: LearnerLike) -> Any:
+    def _weight(self, learn: Learner) -> Any:
         "Return the number of targets that are not ignored, or the value of `weight_func`."
         if getattr(learn, 'weight_func', None) is not None:
             return super()._weight(learn)

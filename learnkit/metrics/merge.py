@@ -28,15 +28,6 @@ from learnkit.metrics.state import (
     restore_accumulated,
 )
 
-__all__ = [
-    'Accumulates',
-    'check_mergeable',
-    'gather_on_host',
-    'interleave',
-    'merge_states',
-    'shared_state',
-]
-
 T = TypeVar('T')
 
 

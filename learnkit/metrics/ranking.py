@@ -28,16 +28,6 @@ from learnkit.metrics.shapes import (
 )
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
-__all__ = [
-    'RocAuc',
-    'RocAucBinary',
-    'APScoreBinary',
-    'RocAucMulti',
-    'APScoreMulti',
-    'SpearmanCorrCoef',
-    'CorpusBLEUMetric',
-]
-
 Pair = tuple[Tensor, Tensor]
 
 

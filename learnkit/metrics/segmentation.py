@@ -17,15 +17,6 @@ from learnkit.metrics.averages import SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair
 from learnkit.metrics.shapes import argmax_preds
 
-__all__ = [
-    'foreground_acc',
-    'ForegroundAcc',
-    'Dice',
-    'DiceMulti',
-    'JaccardCoeff',
-    'JaccardCoeffMulti',
-]
-
 
 class ForegroundAcc(SumMetric):
     "Accuracy of all foreground pixels of the data set, the metric of `foreground_acc`; pixels of -100 do not count."

@@ -9,15 +9,6 @@ from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.base import flatten_pair
 
-__all__ = [
-    'argmax_preds',
-    'check_average',
-    'check_two_classes',
-    'flatten_classes',
-    'flatten_labels',
-    'mark_unknown',
-]
-
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
 
 

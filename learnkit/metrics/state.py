@@ -19,14 +19,6 @@ from torch import Tensor
 from learnkit.core.errors import MetricError
 from learnkit.core.plain import ATOMS, clone_view, map_plain
 
-__all__ = [
-    'collect_accumulated',
-    'is_metric',
-    'is_torchmetrics',
-    'list_parts',
-    'restore_accumulated',
-]
-
 TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.errors import MetricError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, flatten_pair
 from learnkit.metrics.merge import Accumulates, interleave
 
-__all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'WholeSet', 'skm_to_fastai']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
@@ -181,7 +181,7 @@ class LossMetric(Mean, Metric):
         self.on = check_on(on)
 
     @override
-    def accumulate(self, learn: LearnerLike) -> None:
+    def accumulate(self, learn: Learner) -> None:
         try:
             value = getattr(learn.loss_func, self.attr)
         except AttributeError:

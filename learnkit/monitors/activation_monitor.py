@@ -14,8 +14,6 @@ from learnkit.core.batch import tensors_in
 from learnkit.core.time import Time
 from learnkit.engine.dispatch import as_list
 
-__all__ = ['ActivationMonitor']
-
 STATS = ('l2_norm', 'average', 'max', 'skewness', 'kurtosis')
 OF_SPREAD = ('skewness', 'kurtosis')  # undefined for a row of equal numbers
 

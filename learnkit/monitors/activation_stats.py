@@ -16,8 +16,6 @@ from learnkit.core.errors import OptionError
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.engine.dispatch import as_list
 
-__all__ = ['ActivationStats']
-
 NEAR_ZERO = 0.05  # upper bound of values near zero, negative values included, as in fastai
 # histograms have 40 bins from 0 to 10; other values are not counted
 BINS = 40

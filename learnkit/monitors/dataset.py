@@ -13,15 +13,6 @@ from learnkit.core.errors import BatchError
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback
 
-__all__ = [
-    'Count',
-    'DatasetStats',
-    'ParamCount',
-    'count_parameters',
-    'loader_stats',
-    'n_samples',
-]
-
 # -- parameters ------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from typing_extensions import override
 from learnkit.core.model import model_device
 from learnkit.monitors.monitor import Monitor
 
-__all__ = ['MemoryMonitor']
-
 GB = 1e9
 # keys of torch.cuda.memory_stats()
 KINDS = {

@@ -9,7 +9,7 @@ import platform
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from typing_extensions import override
@@ -19,7 +19,6 @@ from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError
 from learnkit.core.files import as_local_path, atomic_write, check_file
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
@@ -28,7 +27,8 @@ from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import as_comparison
 from learnkit.monitors.dataset import n_samples
 
-__all__ = ['MLPerf']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 START = 'INTERVAL_START'
 END = 'INTERVAL_END'
@@ -285,7 +285,7 @@ class MLPerf(Callback):
         }
 
 
-def _count_step_samples(learn: LearnerLike) -> int | None:
+def _count_step_samples(learn: Learner) -> int | None:
     "Return the number of samples of a step; None if unknown."
     bs = batch_size_of(learn.dls.train)
     if bs is None:

@@ -9,8 +9,6 @@ from learnkit.core.errors import TimeError
 from learnkit.core.time import Time
 from learnkit.engine.callback import IntervalCallback
 
-__all__ = ['Monitor']
-
 
 class Monitor(IntervalCallback):
     """Log the values of `measure` at an interval; the base class measures nothing.

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.errors import TimeError
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
 from learnkit.distributed.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.monitors.monitor import Monitor
 from learnkit.optim.hyperparams import Hypers
 
-__all__ = ['LRMonitor', 'OptimizerMonitor']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 FIRST = ('exp_avg', 'momentum_buffer')  # state keys of the mean of gradients in torch's optimizers
 SECOND = ('exp_avg_sq', 'square_avg')  # state keys of the mean of squared gradients
@@ -162,7 +162,7 @@ class OptimizerMonitor(Monitor):
 class _WatchedStep:
     "Parameters of one step that have gradients, with their weights before the step."
 
-    def __init__(self, learn: LearnerLike) -> None:
+    def __init__(self, learn: Learner) -> None:
         named = {id(p): name for name, p in learn.model.named_parameters()}
         params = [p for p in learn.step_parameters if p.grad is not None]
         names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]

@@ -19,8 +19,6 @@ from learnkit.engine.run import clear_pass, preserved_state
 from learnkit.inference.gather import AsyncToCPU
 from learnkit.inference.predict import resolve_loader
 
-__all__ = ['PeriodicData']
-
 
 class PeriodicData(Periodic):
     """Run a loader through `on_batch` at an interval, and pass the joined results to `process_results`.

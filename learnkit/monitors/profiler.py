@@ -15,8 +15,6 @@ from learnkit.core.model import model_device
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 
-__all__ = ['TorchProfiler']
-
 
 class TorchProfiler(Callback):
     """Record training batches with `torch.profiler`: a trace of each operator, and a table of the slowest ones.

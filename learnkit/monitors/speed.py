@@ -6,7 +6,7 @@ import math
 from collections import deque
 from numbers import Real
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.errors import ModelError, OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.time import Time
 from learnkit.core.validation import check_count, check_number
 from learnkit.monitors.monitor import Monitor
 
-__all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 # Dense operations per second of one device in fp16 and bf16, from the vendors' data sheets. The
 # first name contained in the name of a device counts.
@@ -221,7 +221,7 @@ def _check_flops(model: nn.Module, flops: Any) -> float:
     )
 
 
-def find_peak(learn: LearnerLike) -> float | None:
+def find_peak(learn: Learner) -> float | None:
     "Return the peak flops of the model's device; None if unknown, and outside of half precision."
     device = model_device(learn.model, learn.dls)
     dtypes = {p.dtype for p in learn.model.parameters() if p.is_floating_point()}

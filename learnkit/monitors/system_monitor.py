@@ -14,8 +14,6 @@ from learnkit.core.optional import import_library
 from learnkit.core.time import Time
 from learnkit.monitors.monitor import Monitor
 
-__all__ = ['SystemMonitor']
-
 
 class SystemMonitor(Monitor):
     """Log the load of the machine and, for a model on a GPU, the values that its driver reports.

@@ -15,20 +15,6 @@ from torch import Tensor
 
 from learnkit.core.errors import ScheduleError
 
-__all__ = [
-    'annealer',
-    'Annealer',
-    'Schedule',
-    'SchedLin',
-    'SchedCos',
-    'SchedNo',
-    'SchedExp',
-    'SchedPoly',
-    'combine_scheds',
-    'combined_cos',
-    'check_schedule',
-]
-
 Schedule = Callable[[Any], Any]  # maps a position (0 to 1) to a value, or one value per param group
 
 ROUNDING = 1e-6  # tolerance of positions and sums of fractions

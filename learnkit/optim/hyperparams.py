@@ -16,28 +16,6 @@ from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.distributed.dtensor import local_shard
 
-__all__ = [
-    'BATCH_NORMS',
-    'HYPERS',
-    'GroupKey',
-    'OPTIONS',
-    'UPPER_BOUNDS',
-    'Hypers',
-    'find_group_key',
-    'set_value',
-    'torch_names',
-    'list_values',
-    'spread',
-    'as_groups',
-    'check_maker',
-    'iterate_params',
-    'can_fuse',
-    'FusedGuard',
-    'trainable_params',
-    'params',
-    'norm_bias_params',
-]
-
 # where torch's param group has a hyperparameter: a key, and an index if its value is a tuple
 GroupKey = tuple[str, int | None]
 # fastai's name of a hyperparameter -> possible keys; the first key that exists is used

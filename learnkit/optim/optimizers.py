@@ -18,19 +18,6 @@ from learnkit.distributed.dtensor import local_shards
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = [
-    'SGD',
-    'RMSProp',
-    'Adam',
-    'RAdam',
-    'Lookahead',
-    'ranger',
-    'QHAdam',
-    'Lamb',
-    'MuonAdamW',
-    'hidden_matrices',
-]
-
 
 def _wrap(opt: Any) -> OptimWrapper:
     "Make an OptimWrapper whose norms and biases a Learner exempts from weight decay."

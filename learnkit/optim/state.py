@@ -14,8 +14,6 @@ from learnkit.core.batch import map_tensors
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
 from learnkit.optim.hyperparams import OPTIONS
 
-__all__ = ['is_torch_state', 'differences', 'load_state']
-
 # options that keep their current values, because they select an implementation for the current device
 KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
@@ -32,6 +31,9 @@ from learnkit.optim.hyperparams import (
     trainable_params,
 )
 from learnkit.optim.state import differences, load_state
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
@@ -590,7 +592,7 @@ def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             ids.add(id(g[name]))
 
 
-def evaluation_weights(learn: LearnerLike) -> AbstractContextManager[None]:
+def evaluation_weights(learn: Any) -> AbstractContextManager[None]:
     "Return a context in which the model has the weights that its optimizer provides for evaluation."
     return learn.opt.evaluating() if isinstance(learn.opt, OptimWrapper) else nullcontext()
 

@@ -24,8 +24,6 @@ from learnkit.core.errors import LearnkitError
 from learnkit.core.plain import to_plain
 from learnkit.core.time import Time
 
-__all__ = ['HarnessError', 'KillReport', 'kill_and_resume']
-
 MAX_IDLE = 50  # runs in a row that end before they have a checkpoint
 
 

@@ -129,8 +129,14 @@ def imports() -> set[tuple[str, str]]:
     for name, path in known.items():
         full = 'learnkit' if name == 'learnkit' else f'learnkit.{name}'
         package = full if path.name == '__init__.py' else full.rpartition('.')[0]
-        for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+        nodes = [*ast.walk(ast.parse(path.read_text('utf-8')))]
+        blocks = [node for node in nodes if isinstance(node, ast.If)]
+        typing = [block for block in blocks if ast.unparse(block.test) == 'TYPE_CHECKING']
+        for_annotations = [node for block in typing for node in block.body]
+        for node in nodes:
             for target in targets(node, package):
+                if target == 'learner.Learner' and node in for_annotations:
+                    continue
                 # `from .callbacks import mixup` names a module, `from .loop import Loop` a thing in one
                 parent = target.rpartition('.')[0]
                 found.add((name, target if target in known else parent or 'learnkit'))
