@@ -306,7 +306,7 @@ class ModelError(LearnkitError, ValueError):
     >>> from learnkit.testing import synth_learner
     >>> synth_learner(model='a net')
     Traceback (most recent call last):
-    learnkit.core.errors.ModelError: model is a str, no torch.nn.Module: ...
+    learnkit.core.errors.ModelError: model=... is no torch.nn.Module: ...
     """
 
 
@@ -393,7 +393,7 @@ class DamagedError(CheckpointError):
     ...     _ = path.write_bytes(b'the first half of a file')
     ...     try: synth_learner().fit(1, resume=path)
     ...     except DamagedError as e: print(str(e).replace(folder, '.'))
-    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file (...). Nothing was loaded. ...
+    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file (...). ...
     """
 
 

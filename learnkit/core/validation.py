@@ -223,7 +223,11 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
         conversion = '' if targ.dtype == torch.int64 else '.long()'
         return f'. Give the targets as `y[:, 0]{conversion}`'
-    return ''
+    if 'class probabilities' not in error or pred.shape != targ.shape:
+        return ''
+    if targ.ndim == 1:
+        return ': the predictions have no axis of classes'
+    return ': one-hot targets are floats. Give `y.float()`, or `y.argmax(1)`'
 
 
 def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:

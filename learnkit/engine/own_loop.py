@@ -342,10 +342,13 @@ class EventCheck(Callback):
         if 'after_batch' in self.seen:
             self.warn_of_missing_events()
 
+    def cleanup(self) -> None:
+        self.learn.callbacks.release([self])
+
     def warn_of_missing_events(self) -> None:
         "Warn of callbacks that handle events that did not fire, and switch the check off."
-        self.run = False
         learn = self.learn
+        learn.callbacks.hold([self])
         waiting: dict[str, list[str]] = {}
         for event, shown_by in PROVING_EVENT.items():
             for _, switch, cb in learn.callbacks.tables[True][event]:

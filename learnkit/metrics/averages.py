@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from math import isclose, isfinite
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -462,8 +463,11 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
         for o in m:
             yield from _expand(o, name)
     else:
+        known = import_module('learnkit.metrics').__all__
+        hint = f' Write `from learnkit import {m}`.' if m in known else ''
         raise MetricError(
             f'{short_repr(m)} is not a metric: give a function f(pred, *targets), a torchmetrics object or Metric.'
+            f'{hint}'
         )
 
 

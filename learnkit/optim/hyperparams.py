@@ -167,8 +167,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
         values = list(value)
     else:
         values = [value] * n
-    # checkpoints hold Python's numbers
-    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    values = [as_plain_number(v) for v in values]
     is_known = name in HYPERS or name in OPTIONS
     for v in values:
         if not isinstance(v, (Real, torch.Tensor)):
@@ -178,6 +177,16 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
                 f'{name}={v!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
             )
     return values
+
+
+def as_plain_number(value: Any) -> Any:
+    "Convert NumPy's numbers, and numbers as text (YAML's 1e-3), to Python's, which checkpoints hold."
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def spread(values: slice, n: int) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from fastcore.foundation import L
@@ -31,9 +31,6 @@ from learnkit.optim.hyperparams import (
     trainable_params,
 )
 from learnkit.optim.state import differences, load_state
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
@@ -323,6 +320,18 @@ class OptimWrapper(torch.optim.Optimizer):
             Hypers(groups, self.exempt, partial(self._split_group, i))
             for i, groups in enumerate(self._find_groups())
         )
+
+    @hypers.setter
+    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
+        "Set hyperparameters by a mapping for each group."
+        rows = list(values)
+        n = len(self.hypers)
+        if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
+            raise OptimizerError(
+                f'hypers={rows!r}: give a dict for each of the {n} param group{"s" * (n > 1)}.'
+            )
+        for own, row in zip(self.hypers, rows, strict=True):
+            own.update(row)
 
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."

@@ -128,5 +128,3 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
     assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'
-    kinds = [t.get_text() for t in mine.get_legend().get_texts()]
-    assert kinds == ['data and model', 'callbacks', 'loop']

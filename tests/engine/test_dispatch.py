@@ -9,9 +9,11 @@ import pytest
 from learnkit import (
     Callback,
     CallbackError,
+    EarlyStoppingCallback,
     FitError,
     Learner,
     OrderError,
+    Periodic,
     Recorder,
     TrainEvalCallback,
 )
@@ -444,3 +446,20 @@ def test_an_order_that_nobody_wrote_follows() -> None:
 
     with pytest.raises(OrderError, match=r'Recorder \(order 50\).*Written \(order 0\)'):
         learn.add_cb(Written())
+
+
+def test_a_subclass_may_leave_out_the_constructor_of_its_base() -> None:
+    class Mine(EarlyStoppingCallback):
+        def __init__(self) -> None:
+            self.patience = 2
+
+    class Interval(Periodic):
+        def __init__(self) -> None:
+            self.n = 0
+
+    learn = synth_learner(cbs=Mine(), n_train=1, lr=0.0)
+    learn.logger = lambda row: None
+    learn.fit(9)
+    assert learn.mine.monitor == 'valid_loss' and len(learn.history) == 3
+    with pytest.raises(CallbackError, match=r'Interval.*super.*Periodic'):
+        learn.add_cb(Interval())

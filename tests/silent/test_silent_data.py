@@ -414,15 +414,13 @@ def closing(calls: list[str]) -> Callback:
     )
 
 
-@pytest.mark.silent('close events of a Learner that is dropped')
-def test_a_dropped_learner_is_closed(row: Callable[..., None]) -> None:
+def test_a_dropped_learner_is_closed() -> None:
     calls: list[str] = []
     learn = regression(cbs=closing(calls))
     learn.fit(1)
     del learn
     gc.collect()
     regression()  # the next Learner
-    row(was=0, now=len(calls), independent=2)
     assert calls == ['close', 'post_close']
 
 
