@@ -52,7 +52,8 @@ class CallbackSet:
         # callbacks that are off, whatever `run` is, during an evaluation that they started
         self.held: list[Any] = []
         self.keys: dict[int, str] = {}
-        self._order: list[Any] | None = None  # sorted callbacks; None: to be sorted
+        # callbacks that may handle an event, in order; None: to be listed
+        self._receivers: dict[str, list[Any]] | None = None
         # callbacks that make the loss a mean over samples; None: to be searched
         self.averaging: list[Any] | None = None
         # indexed by `learn.training`
@@ -73,7 +74,8 @@ class CallbackSet:
         classes: bool = False,  # forget what is known of classes, which may have new handlers
     ) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
-        self._order = self.averaging = None
+        self._receivers = None
+        self.averaging = None
         if classes:
             list_handled.cache_clear()
         for table in (*self.tables, *self.more_tables):
@@ -189,9 +191,18 @@ class CallbackSet:
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
-        if self._order is None:
-            self._order = sort_callbacks(self.items)
-        return self._order
+        return sort_callbacks(self.items)
+
+    def list_receivers(self, event: str) -> list[Any]:
+        "Return the callbacks that may have a handler for an event or context, in the order in which they run."
+        if self._receivers is None:
+            self._receivers = {}
+            for cb in self.list_ordered():
+                own = {ALIASES.get(name, name) for name in vars(cb)}
+                cls: Any = type(cb)
+                for name in list_handled(cls) | (_HANDLED & own):
+                    self._receivers.setdefault(name, []).append(cb)
+        return self._receivers.get(event, [])
 
 
 class CallbackHost:
@@ -495,13 +506,9 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in _HANDLED else canonical_event(name)
-        alias = _ALIAS_OF.get(event, event)
         found: list[tuple[int, Entry]] = []
-        for cb in self.callbacks.list_ordered():
+        for cb in self.callbacks.list_receivers(event):
             cls: Any = type(cb)
-            own = vars(cb)
-            if event not in list_handled(cls) and event not in own and alias not in own:
-                continue
             handler = self._get_handler(cb, event)
             if handler:
                 runs_last = event in getattr(cls, 'runs_last', ())
@@ -527,9 +534,6 @@ class HandlerTable(dict[str, list[Entry]]):
             if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
-
-
-_ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
 
 
 @cache
