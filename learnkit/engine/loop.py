@@ -1,8 +1,15 @@
-"""Training loop: the nested levels fit, epoch, train, batch, backward and step, each run by `_with_events`.
+"""Training loop: the nested levels fit, epoch, train or validate, batch, backward and step.
 
-The loop names no feature. A feature is a callback, a function, or takes one of the five seams
-(`learnkit.engine.seams`): resuming gives other epochs and batches, several processes call the model
-in a wrapper, microbatches train on a batch in parts, LBFGS takes its step with a closure.
+Each level is run by `_with_events`, the outermost one in `Learner.fit`. The loop names no feature. A
+feature is a callback, or a function at one of the five seams (`learnkit.engine.seams`):
+
+- `source` gives the epochs and the batches; a resumed fit gives those that are left.
+- `model` calls the model; several processes call it in a wrapper.
+- `loss` computes the loss; a model may compute its own.
+- `batch` trains on a batch; microbatches train on it in parts.
+- `step` takes the step of the optimizer; LBFGS takes it with a closure.
+
+Train mode and counters are set by `TrainEvalCallback`, which every run has.
 """
 
 from __future__ import annotations
@@ -43,11 +50,11 @@ class Loop(CallbackHost):
     """Training loop with its state. `Learner` adds the methods that users call.
 
     Custom training (two networks, two forward passes) overrides `train_batch`; `_do_one_batch`,
-    `_do_grad_opt`, `_backward` and `_step` may be overridden, as in fastai. Methods that do not show
-    where a run is are hidden from the tracebacks of notebooks (`__tracebackhide__`).
+    `_do_grad_opt`, `_backward` and `_step` may be overridden, as in fastai. `__tracebackhide__` hides
+    a method from the tracebacks of notebooks.
     """
 
-    turn: str | None = None  # optimizer that steps; None: all of them
+    turn: str | None = None  # name of the optimizer that steps; None: all of them
     model: nn.Module
     dls: Any  # DataLoaders
     opt: Any  # OptimWrapper; None until the first fit
@@ -74,7 +81,7 @@ class Loop(CallbackHost):
 
     def _do_fit(self) -> None:
         __tracebackhide__ = True
-        for epoch in self.seams.source.epochs(self):
+        for epoch in self.seams.source.epochs(self):  # of a resumed fit those that are left
             self.epoch = epoch
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
             self('epoch_checkpoint')
@@ -115,7 +122,7 @@ class Loop(CallbackHost):
             self._with_events(self.all_batches, 'validate', CancelValidException)
 
     def all_batches(self) -> None:
-        """Train or evaluate on every batch of `self.dl`.
+        """Train or evaluate on every batch of `self.dl`; `batch_checkpoint` fires after each training batch.
 
         >>> from learnkit import Learner
         >>> from learnkit.testing import RegModel, synth_dls
@@ -124,7 +131,8 @@ class Loop(CallbackHost):
         ...     def all_batches(self):
         ...         for i, batch in self.draw_batches():
         ...             self.one_batch(i, batch)
-        ...             if i == 1: break
+        ...             if self.training: self('batch_checkpoint')
+        ...             if i == 1 or self.run.stopping: break
         >>> learn = FirstTwo(synth_dls(), RegModel(), torch.nn.MSELoss())
         >>> with learn.no_bar(): learn.fit(3)
         >>> learn.time.ba
@@ -150,13 +158,13 @@ class Loop(CallbackHost):
                 self('before_draw')
                 batch = next(batches, _END)
                 if batch is _END:
-                    self.iter = max(0, i - 1)
+                    self.iter = max(0, i - 1)  # number of the last batch
                     return
                 self.batch = batch
                 self('after_draw')
                 yield i, self.batch
         finally:
-            del batches  # or else a traceback keeps its worker processes running
+            del batches  # the frame of a traceback would keep its worker processes running
             source.end(self)
 
     def one_batch(self, i: int, b: Any) -> None:
@@ -232,13 +240,15 @@ class Loop(CallbackHost):
             loss = self.seams.loss(self, output)
             if loss is not None:  # None: no targets to compare the prediction with
                 self.loss_grad = loss
-                self.loss = loss.clone()  # keeps its graph until the end of the batch
+                self.loss = (
+                    loss.clone()
+                )  # for callbacks to read; with its graph until the batch ends
         self('after_loss')
 
     def _do_grad_opt(self) -> None:
         self._with_events(self._backward, 'backward', CancelBackwardException)
         self._with_events(self._step, 'step', CancelStepException)
-        self.opt.zero_grad()
+        self.opt.zero_grad()  # not reached while gradients accumulate: the batch is cancelled
 
     def _backward(self, **options: Any) -> None:
         with self.contexts('backward'):
