@@ -158,11 +158,7 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
 
 @pytest.mark.parametrize(
     'batch',
-    [
-        (torch.zeros(2), torch.zeros(2)),
-        nested(),
-        (nn.Parameter(torch.zeros(1)), torch.zeros(1)),
-    ],
+    [(torch.zeros(2), torch.zeros(2)), nested(), (nn.Parameter(torch.zeros(1)), torch.zeros(1))],
 )
 @pytest.mark.parametrize('device', [torch.device('cpu'), 'cpu'])
 def test_what_is_there_already_is_the_same_object(batch: Any, device: Any) -> None:

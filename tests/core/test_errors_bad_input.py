@@ -225,17 +225,7 @@ def test_an_invalid_model_is_refused(model: Any, expected_text: str) -> None:
 # -- the arguments of fit --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'n',
-    [
-        -1,
-        1.5,
-        None,
-        True,
-        float('nan'),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize('n', [-1, 1.5, None, True, float('nan')], ids=repr)
 def test_an_invalid_number_of_epochs_is_refused(n: Any) -> None:
     learn = make()
     refuses(learn, FitError, 'n_epoch', 'whole number', '0 or more', do=lambda learn: learn.fit(n))

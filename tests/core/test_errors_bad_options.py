@@ -22,12 +22,7 @@ from learnkit import (
     SaveModelCallback,
     accuracy,
 )
-from learnkit.core.errors import (
-    LoaderError,
-    OptimizerError,
-    OptionError,
-    ScheduleError,
-)
+from learnkit.core.errors import LoaderError, OptimizerError, OptionError, ScheduleError
 from learnkit.optim.optimizers import Lookahead, MuonAdamW
 
 X, Y = torch.linspace(-1, 1, 96).reshape(24, 4), torch.arange(24) % 3

@@ -150,10 +150,7 @@ def test_results_that_are_not_a_time() -> None:
     ):
         with pytest.raises(TimeError):
             op()
-    for op in (
-        lambda: Time('5ba') / 0,
-        lambda: Time('5ba') / Time('0ba'),
-    ):
+    for op in (lambda: Time('5ba') / 0, lambda: Time('5ba') / Time('0ba')):
         with pytest.raises(ZeroDivisionError):
             op()
 
