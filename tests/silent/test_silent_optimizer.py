@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from learnkit import (
-    Callback,
-    Learner,
-    OptimWrapper,
-    TrainEvalCallback,
-)
+from learnkit import Callback, Learner, OptimWrapper, TrainEvalCallback
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.optim.hyperparams import params
 
@@ -182,16 +177,6 @@ class Weighted(nn.Module):
 
     def forward(self, pred: Tensor, target: Tensor) -> Tensor:
         return mse_loss(pred, target) * torch.exp(-self.log_var) + self.log_var
-
-
-def test_parameters_of_the_loss_are_trained() -> None:
-    model, other, loss, plain_loss = net(), net(), Weighted(), Weighted()
-    learn = learner(model, loss_func=loss, opt_func=torch.optim.SGD, lr=LR, splitter=split)
-    learn.fit(1)
-    plain = torch.optim.SGD([*other.parameters(), *plain_loss.parameters()], lr=LR)
-    train_plainly(other, plain, plain_loss)
-    assert gap(model, other) == 0 and torch.equal(loss.log_var, plain_loss.log_var)
-    assert learn.opt.param_lists[-1][-1] is loss.log_var
 
 
 @pytest.mark.parametrize('adds', [False, True])
@@ -400,16 +385,6 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
     assert gap(whole.model, again.model) == 0
-
-
-def test_the_user_declares_which_optimizers_need_a_closure() -> None:
-    p = nn.Parameter(torch.ones(1))
-    assert OptimWrapper(opt=Nearby([p], lr=LR)).needs_closure
-    assert not OptimWrapper(opt=Second([p], lr=LR)).needs_closure
-    assert OptimWrapper(opt=Second([p], lr=LR), needs_closure=True).needs_closure
-    assert not OptimWrapper(opt=Nearby([p], lr=LR), needs_closure=False).needs_closure
-    assert not OptimWrapper(opt=torch.optim.SGD([p], lr=LR)).needs_closure
-    assert OptimWrapper(opt=torch.optim.LBFGS([p])).needs_closure
 
 
 # ------------------------------------------------------------------------------ values by name
