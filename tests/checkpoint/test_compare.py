@@ -225,6 +225,3 @@ def test_the_number_of_lines_has_a_limit() -> None:
     assert differences(a, b, limit=1) == ['model.0: 0.0 and 1.0', 'and 24 more']
     with pytest.raises(OptionError, match='limit=0'):
         differences(a, b, limit=0)
-
-
-# ---------------------------------------------------------------------------------------- a Learner

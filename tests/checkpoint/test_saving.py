@@ -193,6 +193,3 @@ def test_files_that_are_not_weights(tmp_path: Path) -> None:
     ):
         (tmp_path / 'b.pth').write_bytes(content)
         refused(learn, tmp_path / 'b.pth', match)
-
-
-# ------------------------------------------------------------------------------------- show_results

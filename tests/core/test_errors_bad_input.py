@@ -121,9 +121,6 @@ def test_a_loss_that_cannot_be_minimised(loss: Any, expected_text: list[str]) ->
     trains(learn)
 
 
-# -- loaders ---------------------------------------------------------------------------------------
-
-
 # -- batches ---------------------------------------------------------------------------------------
 
 
@@ -236,6 +233,3 @@ def test_an_invalid_number_of_epochs_is_refused(n: Any) -> None:
 def test_an_invalid_microbatch_is_refused(size: Any) -> None:
     with pytest.raises(FitError, match='microbatch'):
         make(microbatch=size)
-
-
-# -- evaluation ------------------------------------------------------------------------------------

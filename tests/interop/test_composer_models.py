@@ -114,9 +114,6 @@ def test_a_composer_model_predicts_with_its_eval_forward() -> None:
     assert torch.equal(targets, y)
 
 
-# -- the state after an evaluation -----------------------------------------------------------------
-
-
 # -- algorithms ------------------------------------------------------------------------------------
 
 

@@ -81,12 +81,6 @@ def test_pred_is_what_the_model_returned() -> None:
     torch.testing.assert_close(preds, learn.model.lin(X).detach(), rtol=0, atol=1e-12)
 
 
-# -- gradients before a step -----------------------------------------------------------------------
-
-
-# -- rates -----------------------------------------------------------------------------------------
-
-
 # -- searches --------------------------------------------------------------------------------------
 
 SEARCHES = {

@@ -43,9 +43,6 @@ def regression(**kwargs: Any) -> Learner:
     return learn
 
 
-# -- evaluations that a callback starts ------------------------------------------------------------
-
-
 # -- targets ---------------------------------------------------------------------------------------
 
 

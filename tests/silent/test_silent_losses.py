@@ -189,9 +189,3 @@ def test_ragged_batches_are_weighted_by_elements(kind: str) -> None:
     learn = learner((batches, batches), loss_func, model=nn.Sequential(nn.Identity()))
     (loss,) = learn.validate()
     assert loss == pytest.approx(expected, rel=1e-13)
-
-
-# -- the loss with its graph -----------------------------------------------------------------------
-
-
-# -- processes -------------------------------------------------------------------------------------

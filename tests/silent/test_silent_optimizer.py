@@ -385,6 +385,3 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
     assert gap(whole.model, again.model) == 0
-
-
-# ------------------------------------------------------------------------------ values by name
