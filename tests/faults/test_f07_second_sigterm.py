@@ -22,7 +22,7 @@ from tests.helpers.forks import start
 MOMENTS = {
     'begun': (statefile, '_Packer'),
     'packed': (statefile, 'write_tensors'),
-    'written': (statefile, '_write_digest'),
+    'written': (statefile, '_hash_file'),
     'flushed': (files, 'flush_file'),
     'in place': (files, 'flush_folder'),
 }
