@@ -27,29 +27,10 @@ NAMES = Path(__file__).with_name('public_names.txt')
 
 # A package imports only from those before it, in functions and for type checkers as well; `learnkit` is the package's
 # own `__init__`.
-PACKAGES = [
-    'core',
-    'optim',
-    'losses',
-    'data',
-    'metrics',
-    'engine',
-    'checkpoint',
-    'distributed',
-    'inference',
-    'callbacks',
-    'monitors',
-    'loggers',
-    'debug',
-    'learner',
-    'sklearn',
-    'interop',
-    'learnkit',
-    'testing',
-    'demo',
-    'all',
-    '__main__',
-]
+PACKAGES = (
+    'core optim losses data metrics engine checkpoint distributed inference callbacks '
+    'monitors loggers debug learner sklearn interop learnkit testing demo all __main__'
+).split()
 
 
 # modules that other packages build on: they import from `core` alone
@@ -178,24 +159,14 @@ def test_the_notebook_line_brings_fastcore_as_fastai_does() -> None:
     assert exported.defaults is importlib.import_module('learnkit').defaults
 
 
-PUBLIC = [
-    '',
-    '.callbacks',
-    '.monitors',
-    '.metrics',
-    '.losses',
-    '.loggers',
-    '.optim',
-    '.data',
-    '.testing',
-    '.distributed',
-    '.interop',
-    '.sklearn',
-]
+PUBLIC = (
+    '. .callbacks .monitors .metrics .losses .loggers .optim .data .testing .distributed '
+    '.interop .sklearn'
+).split()
 
 
 def test_public_names() -> None:
-    modules = [importlib.import_module(f'learnkit{path}') for path in PUBLIC]
+    modules = [importlib.import_module(f'learnkit{path}'.rstrip('.')) for path in PUBLIC]
     names = [f'{module.__name__}.{name}' for module in modules for name in sorted(module.__all__)]
     # names are lazy
     assert all(getattr(module, name) is not None for module in modules for name in module.__all__)
