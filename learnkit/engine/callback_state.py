@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from io import IOBase
 from logging import Logger
 from pathlib import Path, PurePath
@@ -304,6 +305,11 @@ data_kinds: dict[str, DataKind] = {
         lambda value: type(value) is np.ndarray, _encode_array, lambda t, cb: t.numpy().copy()
     ),
     'Path': DataKind(lambda value: isinstance(value, PurePath), str, lambda name, cb: Path(name)),
+    'timedelta': DataKind(
+        lambda value: type(value) is timedelta,
+        timedelta.total_seconds,
+        lambda seconds, cb: timedelta(seconds=seconds),
+    ),
     'L': DataKind(lambda value: type(value) is L, list, lambda items, cb: L(items)),
     'set': DataKind(
         lambda value: type(value) is set,

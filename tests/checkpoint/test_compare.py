@@ -207,34 +207,6 @@ def test_each_place_that_differs_has_a_line() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ('a', 'b', 'line'),
-    [
-        (0.0, -0.0, '0.0 and -0.0'),
-        (1, True, '1 (int) and True (bool)'),
-        ('a' * 99, 'a' * 98, 'aaa...aaa'),
-        (torch.tensor(0.5), torch.tensor(0.25), '0.5 and 0.25'),
-        (torch.zeros(2), None, 'float32 [2] and None (NoneType)'),
-        (
-            torch.tensor([0.0, 0.0]),
-            torch.tensor([0.0, -0.0]),
-            'differ, in bits alone (first at [1]',
-        ),
-        (
-            torch.tensor([1, 5]),
-            torch.tensor([9, 5]),
-            '1 of 2 elements differ, at most 8 (first at [0]',
-        ),
-        (torch.tensor([2.0]).bfloat16(), torch.tensor([2.5]).bfloat16(), '2.0 and 2.5'),
-        ([1, 2], (1, 2), '[1, 2] (list) and (1, 2) (tuple)'),
-        ([1, 2], [1, 2, 3], '2 and 3 entries'),
-    ],
-)
-def test_how_two_values_differ(a: Any, b: Any, line: str) -> None:
-    [got] = differences({'loop': {'x': a}}, {'loop': {'x': b}})
-    assert got.startswith('loop.x: ') and line in got
-
-
 def test_lists_have_a_line_for_all_their_entries() -> None:
     a = [{'loss': float(i), 'n': i} for i in range(100)]
     b = deepcopy(a)
@@ -253,6 +225,3 @@ def test_the_number_of_lines_has_a_limit() -> None:
     assert differences(a, b, limit=1) == ['model.0: 0.0 and 1.0', 'and 24 more']
     with pytest.raises(OptionError, match='limit=0'):
         differences(a, b, limit=0)
-
-
-# ---------------------------------------------------------------------------------------- a Learner

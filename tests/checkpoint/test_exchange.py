@@ -11,13 +11,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.core.errors import (
-    EmptyLoaderError,
-    LoaderError,
-    ModelError,
-    OptionError,
-    WeightsError,
-)
+from learnkit.core.errors import ModelError, OptionError, WeightsError
 from learnkit.learner import load_learner
 
 
@@ -105,15 +99,6 @@ def test_a_ready_model_and_one_that_does_not_fit(trained: Learner) -> None:
         load_learner(path, model=wrong)
     with pytest.raises(OptionError, match='model='):
         load_learner(path, model='Net')  # type: ignore[arg-type]
-
-
-def test_without_data_there_is_none_to_train_on(trained: Learner) -> None:
-    learn = load_learner(trained.save_learner(hidden=8), model=Net, loss_func=nn.CrossEntropyLoss())
-    with pytest.raises(EmptyLoaderError):
-        learn.fit(1)
-    with pytest.raises(LoaderError, match='pass `dl=`'):
-        learn.get_preds()
-    assert learn.get_preds(dl=[torch.randn(4, 3)])[0].shape == (4, 2)
 
 
 class Activating(nn.CrossEntropyLoss):

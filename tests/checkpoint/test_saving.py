@@ -114,15 +114,7 @@ def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     before = digest(learn)
     with pytest.raises(WeightsError) as e:
         learn.load(tmp_path / 'bad')
-    assert (
-        str(e.value)
-        .splitlines()[0]
-        .endswith(
-            'does not fit Sequential, in 5 places. Nothing was loaded. It is of '
-            'another model: build that with the sizes and layers it had when it '
-            'was saved.'
-        )
-    )
+    assert 'does not fit Sequential, in 5 places. Nothing was loaded.' in str(e.value)
     assert [line.strip() for line in str(e.value).splitlines()[1:]] == [
         'missing: 1.running_mean [5]',
         'missing: 3.weight [1, 5]',
@@ -201,6 +193,3 @@ def test_files_that_are_not_weights(tmp_path: Path) -> None:
     ):
         (tmp_path / 'b.pth').write_bytes(content)
         refused(learn, tmp_path / 'b.pth', match)
-
-
-# ------------------------------------------------------------------------------------- show_results

@@ -82,15 +82,6 @@ def test_lazy_modules() -> None:
     check_every_place(lambda: make(lazy()), places=some)
 
 
-# Optimizers
-
-
-# Loaders
-
-
-# Learners
-
-
 # What no checkpoint holds
 
 
@@ -111,11 +102,7 @@ class InLearner(Callback):
 
 
 @pytest.mark.parametrize(
-    ('options', 'owner'),
-    [
-        ({'model': InModel}, 'InModel'),
-        ({'cbs': InLearner}, 'Learner'),
-    ],
+    ('options', 'owner'), [({'model': InModel}, 'InModel'), ({'cbs': InLearner}, 'Learner')]
 )
 def test_the_check_names_attributes_that_no_checkpoint_holds(options: Any, owner: str) -> None:
     found = make(**{name: made() for name, made in options.items()}).check_resume()

@@ -57,37 +57,11 @@ def test_other_files(tmp_path: Path) -> None:
             load_learner(path)
 
 
-def test_a_file_that_is_not_there_is_compared_with_weights_alone(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.save('stage-1')
-    learn.save('other')
-    (tmp_path / 'models' / 'stage-1.txt').write_text('')
-    with pytest.raises(FileNotFoundError) as e:
-        learn.load('stage1')
-    assert e.value.__notes__ == ['The folder has stage-1.pth.']
-    with pytest.raises(FileNotFoundError) as e:
-        learn.load('zebra')
-    assert not hasattr(e.value, '__notes__')
-
-
 def test_weights_with_another_suffix_are_found(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     torch.save({k: v + 1 for k, v in learn.model.state_dict().items()}, tmp_path / 'w.pt')
     expected = learn.model[0].weight + 1
     assert torch.equal(learn.load(tmp_path / 'w.pt').model[0].weight, expected)
-
-
-def test_differences_of_the_optimizer_go_by_the_models_names(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    state = learn.opt.state_dict()
-    state['state'][0]['exp_avg'] = torch.zeros(7)
-    torch.save({'model': learn.model.state_dict(), 'opt': state}, tmp_path / 'a.pth')
-    with pytest.raises(WeightsError) as e:
-        learn.load(tmp_path / 'a')
-    first, line = str(e.value).splitlines()
-    assert line.strip() == 'optimizer Adam: exp_avg of 0.weight is [3, 4], in the file [7]'
-    assert first.endswith('Pass `with_opt=False` for the weights alone.')
 
 
 def test_a_learner_without_data(tmp_path: Path) -> None:

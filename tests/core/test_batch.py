@@ -158,11 +158,7 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
 
 @pytest.mark.parametrize(
     'batch',
-    [
-        (torch.zeros(2), torch.zeros(2)),
-        nested(),
-        (nn.Parameter(torch.zeros(1)), torch.zeros(1)),
-    ],
+    [(torch.zeros(2), torch.zeros(2)), nested(), (nn.Parameter(torch.zeros(1)), torch.zeros(1))],
 )
 @pytest.mark.parametrize('device', [torch.device('cpu'), 'cpu'])
 def test_what_is_there_already_is_the_same_object(batch: Any, device: Any) -> None:
@@ -358,24 +354,6 @@ def test_model_that_knows_none_of_the_names_gets_the_batch() -> None:
     assert apply_model(Whole(), (data,)) is data
 
 
-def test_signature_is_read_once_and_the_model_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-    import inspect
-    import weakref
-
-    model, calls = ByName(), []
-    signature = inspect.signature
-    monkeypatch.setattr(inspect, 'signature', lambda f: calls.append(f) or signature(f))
-    for _ in range(3):
-        apply_model(model, ({'ids': 1},))
-    assert len(calls) == 1
-    ref = weakref.ref(model)
-    calls.clear()
-    del model
-    gc.collect()
-    assert ref() is None
-
-
 # unpack_output
 
 
@@ -415,41 +393,24 @@ def test_outputs_with_a_loss_or_logits() -> None:
     assert kept.loss == 1  # the model's own output is left as it was
 
 
-def test_hugging_face_model_and_batch() -> None:
+def test_hugging_face_batch_and_outputs() -> None:
     transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        num_labels=3,
-    )
-    model = transformers.BertForSequenceClassification(config).eval()
     ids, labels = torch.randint(0, 20, (4, 6)), torch.tensor([0, 1, 2, 0])
-    batch = transformers.BatchEncoding(
-        {'input_ids': ids, 'labels': labels, 'index': torch.arange(4)}
-    )
-
+    batch = transformers.BatchEncoding({'input_ids': ids, 'labels': labels})
     moved = to_device(batch, 'meta')
     assert isinstance(moved, transformers.BatchEncoding) and moved['input_ids'].device == META
     assert batch['input_ids'] is ids
     xb, yb = split_batch(batch)
     assert xb[0] is batch and yb[0] is labels and find_bs(xb) == 4
-
-    pred, loss = unpack_output(apply_model(model, xb))
-    assert pred.shape == (4, 3)
-    assert torch.allclose(loss, nn.functional.cross_entropy(pred, labels))
     [((piece,), _), _] = microbatches(xb, yb, 3)
-    assert torch.allclose(apply_model(model, (piece,)).logits, pred[:3], atol=1e-6)
+    assert torch.equal(piece['input_ids'], ids[:3])
 
-    hidden, loss = unpack_output(
-        transformers.modeling_outputs.BaseModelOutput(last_hidden_state=ids)
-    )
+    outputs = transformers.modeling_outputs
+    hidden, loss = unpack_output(outputs.BaseModelOutput(last_hidden_state=ids))
     assert hidden.last_hidden_state is ids and loss is None
     joined = concat([to_detach(hidden), to_detach(hidden)])
     assert joined.last_hidden_state.shape == (8, 6)
-    out = transformers.modeling_outputs.MaskedLMOutput(loss=torch.tensor(2.0), hidden_states=(ids,))
+    out = outputs.MaskedLMOutput(loss=torch.tensor(2.0), hidden_states=(ids,))
     rest, loss = unpack_output(out)
     assert loss == 2 and rest.hidden_states[0] is ids and 'loss' not in rest and out.loss == 2
 

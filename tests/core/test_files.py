@@ -35,20 +35,6 @@ def test_a_failure_in_the_block_leaves_the_old_content(
     assert path.read_text() == 'old' and os.listdir(tmp_path) == ['a.txt']
 
 
-@pytest.mark.parametrize('step', ['fsync', 'replace'])
-def test_a_failing_disk_leaves_the_old_file_and_no_temporary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, 'No space left on device')
-
-    (tmp_path / 'a').write_text('old')
-    monkeypatch.setattr(os, step, full)
-    with pytest.raises(OSError, match='No space'), atomic_write(tmp_path / 'a') as tmp:
-        tmp.write_text('new')
-    assert (tmp_path / 'a').read_text() == 'old' and os.listdir(tmp_path) == ['a']
-
-
 def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
     (tmp_path / 'there').mkdir()
     (tmp_path / 'link').symlink_to(tmp_path / 'there' / 'real')

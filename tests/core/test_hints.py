@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from learnkit import Learner, SaveModelCallback
 from learnkit.callbacks import EarlyStoppingCallback
@@ -52,32 +51,8 @@ def test_float64_from_numpy() -> None:
         assert precision_hint(b, model) == ''
 
 
-@pytest.mark.parametrize(
-    ('loss', 'pred', 'targ', 'expected_text'),
-    [
-        (
-            F.cross_entropy,
-            torch.zeros(2, 5),
-            torch.tensor([0, 9]),
-            ': targets from 0 to 9 for 5 classes',
-        ),
-        (
-            CrossEntropyLossFlat(),
-            torch.zeros(1, 7, 5),
-            torch.full((1, 7), 6),
-            ': targets from 6 to 6 for 5 classes',
-        ),
-        (
-            nn.CrossEntropyLoss(),
-            torch.zeros(1, 5, 3),
-            torch.tensor([[0, -3, 2]]),
-            ': targets from -3 to 2 for 5 classes',
-        ),
-    ],
-)
-def test_classes_that_are_out_of_bounds(
-    loss: Any, pred: Any, targ: Any, expected_text: str
-) -> None:
+def test_classes_that_are_out_of_bounds() -> None:
+    loss, pred, targ = CrossEntropyLossFlat(), torch.zeros(1, 7, 5), torch.full((1, 7), 6)
     with pytest.raises(IndexError) as e:
         loss(pred, targ)
-    assert classes_hint(loss, pred, (targ,), e.value) == expected_text
+    assert classes_hint(loss, pred, (targ,), e.value) == ': targets from 6 to 6 for 5 classes'

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from learnkit import ClassificationInterpretation, MissingExtraError
-from learnkit.core.optional import describe_missing, import_library
+from learnkit.core.optional import import_library
 from learnkit.core.plotting import new_axes
 from learnkit.data.tables import Table
 from learnkit.testing import synth_learner
@@ -43,11 +43,6 @@ def test_the_error_names_the_library(
     with pytest.raises(MissingExtraError) as caught:
         use()
     assert str(caught.value).endswith(f' needs {command}: pip install {command}')
-
-
-def test_several_libraries_are_one_command() -> None:
-    found = describe_missing('Exporting to ONNX', 'onnx', 'onnxscript')
-    assert found == 'Exporting to ONNX needs onnx and onnxscript: pip install onnx onnxscript'
 
 
 def test_a_library_that_an_installed_one_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import (
-    Callback,
-    GradientClip,
-    LRMonitor,
-    MixUp,
-    OptimizerMonitor,
-)
+from learnkit import Callback, GradientClip, LRMonitor, MixUp, OptimizerMonitor
 from learnkit.testing import synth_learner
 
 

@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import (
-    Callback,
-    CancelStepException,
-    Learner,
-)
+from learnkit import Callback, CancelStepException, Learner
 from learnkit.callbacks import (
     Checkpoint,
     EarlyStopping,

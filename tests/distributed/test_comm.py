@@ -195,12 +195,7 @@ def _exchanges(rank: int) -> list[Any]:
 
 @pytest.mark.dist
 def test_numbers_that_are_posted_arrive_one_exchange_later() -> None:
-    expected = [
-        [0.0, 7.0],
-        [0.0],
-        [1.0, 7.0],
-        [[[0.0, 10.0], [1.0, 11.0]], 3.0, 1.0],
-    ]
+    expected = [[0.0, 7.0], [0.0], [1.0, 7.0], [[[0.0, 10.0], [1.0, 11.0]], 3.0, 1.0]]
     assert run_ranks(_exchanges, 2) == [expected] * 2
 
 

@@ -13,7 +13,6 @@ import torch
 from learnkit import Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
 from learnkit.checkpoint.compare import learn_digest
-from learnkit.core.errors import CheckpointError
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
 
@@ -49,41 +48,26 @@ def train(
     n_ranks: int = 2,
     broken_off: int | None = None,
     resume: Any = False,
-    fit: str = 'fit_one_cycle',
-    batch_size: str = 'process',
-    other_number: bool = False,
+    cbs: Any = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
-    "Train three epochs in `n_ranks` processes; return each digest, weights, history and seen samples."
+    "Train three epochs in `n_ranks` processes; return each digest, weights and history."
 
     def job(rank: int) -> dict[str, Any]:
         torch.manual_seed(rank + 5 if resume else 1)
         warnings.filterwarnings('ignore', message='There is a state for a callback `break`')
-        if other_number:
-            warnings.filterwarnings('ignore', message='The checkpoint is of [12] process')
-        seen: list[float] = []
-        note = Callback(
-            before_batch=lambda cb: (
-                cb.training
-                and seen.extend(
-                    cb.x[:, 0].tolist() if cb.world.size == 1 or cb.dl.share(cb.iter)[0] else []
-                )
-            )
-        )
         more = [Break(broken_off)] if broken_off else []
-        cbs = [make_cb() for make_cb in options.get('cbs', ())]
-        learn = make(path, **{**options, 'cbs': cbs})
+        learn = make(path, cbs=[make_cb() for make_cb in cbs], **options)
         with (
             expect_interrupt() if broken_off else nullcontext(),
-            learn.distributed('ddp', timeout='20s', batch_size=batch_size),
-            learn.added_cbs([note, *more]),
+            learn.distributed('ddp', timeout='20s'),
+            learn.added_cbs(more),
         ):
-            getattr(learn, fit)(3, 1e-2, resume=resume)
+            learn.fit_one_cycle(3, 1e-2, resume=resume)
         return {
             'digest': learn_digest(learn),
             'weights': weights(learn),
             'rows': rows(learn),
-            'seen': seen,
             'drawn': torch.rand(3),
         }
 
@@ -107,31 +91,6 @@ def test_an_interrupted_run_resumes_exactly(case: str, tmp_path: Path) -> None:
             assert torch.equal(got['weights'], wanted['weights'])
             assert got['rows'] == wanted['rows'] and torch.equal(got['drawn'], wanted['drawn'])
             assert got['digest'] == wanted['digest']
-
-
-@pytest.mark.parametrize(('before', 'after'), [(2, 1), (1, 2)])
-def test_each_sample_once_with_another_number_of_processes(
-    before: int, after: int, tmp_path: Path
-) -> None:
-    first = train(tmp_path, before, broken_off=5, bs=8 // before)
-    then = train(tmp_path, after, resume=True, bs=8 // after, other_number=True)
-    n_seen = [sum(len(r['seen']) for r in ranks) for ranks in (first, then)]
-    assert n_seen == [40, 3 * 101 - 40]
-    epoch = sorted(x for ranks in (first, then) for r in ranks for x in r['seen'])
-    assert epoch == sorted(make_dls(101).train.tensors[0][:, 0].tolist() * 3)
-    assert len(then[0]['rows']) == 3
-
-
-def test_another_global_batch_size_is_refused_in_mid_epoch(tmp_path: Path) -> None:
-    train(tmp_path, 2, broken_off=5, bs=4)
-
-    def job(rank: int) -> str:
-        learn = make(tmp_path, bs=4)
-        with pytest.raises(CheckpointError, match='batch size') as e:
-            learn.fit_one_cycle(3, 1e-2, resume=True)
-        return str(e.value)
-
-    assert 'processes' in run_ranks(job, 1)[0]
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_every_process(tmp_path: Path) -> None:

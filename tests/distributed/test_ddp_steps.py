@@ -10,27 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from learnkit import (
-    SGD,
-    Callback,
-    DataLoaders,
-    GradientAccumulation,
-    GradientClip,
-    Learner,
-    ranger,
-)
+from learnkit import SGD, Callback, DataLoaders, GradientAccumulation, GradientClip, Learner, ranger
 from learnkit.callbacks import EMA, SAM, GradientValueClip, MixedPrecision
-from learnkit.core.errors import DistributedError
-from tests.helpers.distributing import (
-    make_data,
-    make_dls,
-    make_learner,
-    rows,
-    same_rows,
-    weights,
-)
+from tests.helpers import own_loops
+from tests.helpers.distributing import make_data, make_dls, make_learner, rows, same_rows, weights
+from tests.helpers.own_loops import Duel, Pair
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -158,10 +143,7 @@ def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str,
     assert [r[case]['sent'] for r in ranks] == [SENT[case]] * 2
 
 
-@pytest.mark.parametrize(
-    ('wrapper_options', 'n_expected'),
-    [({}, 1), ({'bucket_cap_mb': 1e-4}, 3)],
-)
+@pytest.mark.parametrize(('wrapper_options', 'n_expected'), [({}, 1), ({'bucket_cap_mb': 1e-4}, 3)])
 def test_a_batch_sends_its_gradients_and_its_weight(
     wrapper_options: dict[str, Any], n_expected: int
 ) -> None:
@@ -270,85 +252,27 @@ def test_half_precision_matches_one_process_within_rounding() -> None:
 # ------------------------------------------------------------------------------- loops of one's own
 
 
-class GAN(nn.Module):
-    "A generator of points, and a critic of points."
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.generator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
-        self.critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.generator(z)
-
-
-class NoEvents(Learner):
-    "A loop that calls the model itself, and steps without the events around a step."
-
-    def _do_one_batch(self) -> None:
-        self.pred = self.model(self.x)
-        self.loss_grad = self.loss_func(self.pred, self.y)
-        self.loss = self.loss_grad.detach()
-        if self.training:
-            self._backward()
-            self._step()
-            self.opt.zero_grad()
-
-
-def test_a_step_without_its_events_is_an_error() -> None:
-    def job(rank: int) -> None:
-        learn = make_learner()
-        learn.__class__ = NoEvents
-        with pytest.raises(DistributedError, match=r'NoEvents .*`before_step`'):
-            trained(learn)
-
-    run_ranks(job)
-
-
-def adam_and_sgd(params: Any, lr: float, model: GAN) -> dict[str, torch.optim.Optimizer]:
-    return {
-        'critic': torch.optim.Adam(model.critic.parameters(), lr=lr),
-        'generator': torch.optim.SGD(model.generator.parameters(), lr=10 * lr),
-    }
-
-
-class VerbDuel(Learner):
-    "Train the critic, then the generator, with `forward` and `optimize`."
-
-    def train_batch(self) -> None:
-        real, critic = self.x, self.model.critic
-        # the whole model, of which only a part takes part
-        fake = self.forward(self.model, real.flip(1))
-        real_score, fake_score = self.forward(critic, real), self.forward(critic, fake.detach())
-        self.optimize(F.softplus(-real_score).mean() + F.softplus(fake_score).mean(), only='critic')
-        self.optimize(F.softplus(-self.forward(critic, fake)).mean(), only='generator')
-
-    def evaluate_batch(self) -> None:
-        self.report_loss(F.softplus(-self.forward(self.model.critic, self.x)).mean())
-
-
 VERBS: dict[str, Callable[[], list[Callback]]] = {
     'plain': list,
     'all': lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
 }
 
 
-def verb_duel(bs: int, name: str) -> Learner:
+def duel(bs: int, name: str) -> Learner:
     train = make_data(101)[:1]
     dls = DataLoaders.from_tensors(train, make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu')
-    learn = VerbDuel(dls, GAN(), None, opt_func=adam_and_sgd, lr=1e-2, cbs=VERBS[name]())
+    learn = Duel(dls, Pair(), None, opt_func=own_loops.two_opts, lr=1e-2, cbs=VERBS[name]())
     learn.logger = lambda row: None
     return learn.remove_cb(learn.progress)
 
 
 def test_a_loop_with_forward_and_optimize_matches_one_process() -> None:
     def job(rank: int) -> dict[str, Any]:
-        return {name: trained(verb_duel(4, name)) for name in VERBS}
+        return {name: trained(duel(4, name)) for name in VERBS}
 
     ranks = run_ranks(job)
     for name in VERBS:
-        (alone := verb_duel(8, name)).fit(2)
+        (alone := duel(8, name)).fit(2)
         expected = summarize_run(alone)
         for got in (rank[name] for rank in ranks):
             assert (got['weights'] - expected['weights']).abs().max() < 1e-10, name

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from learnkit import Callback
-from learnkit.core.errors import DistributedError
 from learnkit.distributed.failures import is_lost
 from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks
@@ -35,39 +34,6 @@ def fit(rank: int, who: int, event: str, do: Any, timeout: float = 200.0) -> tup
     except BaseException as e:
         error = f'{type(e).__name__}: {e}'
     return error, time.monotonic() - began, threading.active_count() - before
-
-
-def fail(cb: Any) -> None:
-    raise ValueError('boom')
-
-
-@pytest.mark.parametrize('who', [0, 1])
-@pytest.mark.parametrize('event', ['after_loss', 'before_step', 'after_batch'])
-def test_the_others_raise_the_error_of_the_one_that_failed(event: str, who: int) -> None:
-    ends = run_ranks(fit, 3, who, event, fail)
-    for rank, (error, took_s, threads) in enumerate(ends):
-        assert took_s < 150 and threads == 0
-        if rank == who:
-            assert error == 'ValueError: boom'
-        else:
-            assert error.startswith(
-                f'DistributedError: Process {who} of 3 failed in Callback.{event} (epoch 0, batch '
-            )
-            assert 'ValueError: boom\nTraceback (most recent' in error and 'in fail\n' in error
-
-
-def test_a_rank_whose_own_fit_ended_well_fails_with_the_other() -> None:
-    def job(rank: int) -> str:
-        learn = make_learner(make_dls(16, 8), cbs=Callback(cleanup=fail) if rank else None)
-        with (
-            pytest.raises((ValueError, DistributedError)) as e,
-            learn.distributed('ddp', timeout='20s'),
-        ):
-            learn.fit(1)
-        return str(e.value)
-
-    first, second = run_ranks(job, 2)
-    assert second == 'boom' and first.startswith('Process 1 of 2 failed in Callback.cleanup')
 
 
 def test_a_rank_that_is_killed_is_named_by_all_others() -> None:

@@ -14,7 +14,6 @@ from learnkit import TensorLoader
 from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition, check_position
-from learnkit.distributed.shards import shard
 from tests.helpers.positions import (
     EpochCountSampler,
     IndexByIndex,
@@ -23,14 +22,7 @@ from tests.helpers.positions import (
     Stream,
     draw_from_global_generators,
 )
-from tests.helpers.shards import (
-    Make,
-    Together,
-    batch_list,
-    ids,
-    make_by_kind,
-    own_loader,
-)
+from tests.helpers.shards import Make, Together, batch_list, ids, make_by_kind, own_loader
 
 pytestmark = pytest.mark.dist
 
@@ -123,24 +115,6 @@ def test_resume_from_any_batch(kind: str, batch_size: str) -> None:
 def test_resume_with_workers(persistent: bool) -> None:
     options = {'num_workers': 2, 'persistent_workers': persistent}
     check(lambda s: make_by_kind('items, generator')(4)(s, **options), places=[1, 3])
-
-
-def test_an_iterator_resumes_after_all_epochs() -> None:
-    def make() -> Any:
-        return iter([torch.tensor([i]) for i in range(40)])
-
-    dl = shard(make(), 1, 2)
-    first = LoaderPosition(dl)
-    batches = first.begin()
-    seen = [next(batches).item() for _ in range(3)]
-    second = LoaderPosition(dl, n_before=3)
-    batches = second.begin()
-    seen += [next(batches).item() for _ in range(2)]
-    position = second.state_dict(2)
-    assert seen == [1, 3, 5, 7, 9] and dl.share(1) == (1, 2)
-    anew = shard(make(), 1, 2)
-    batches = LoaderPosition.resume(anew, position).begin()
-    assert [next(batches).item() for _ in range(2)] == [11, 13] and anew.share(2) == (1, 2)
 
 
 # ---------------------------------------------------------------------- another number of processes

@@ -31,23 +31,17 @@ class Reach(Callback):
             reached(name)
 
 
-class Drawn(TensorDataset):
-    "A data set that reports each draw to the harness."
-
-    def __getitem__(self, i: int) -> Any:
-        reached('draw')
-        return super().__getitem__(i)
-
-
 def torch_dls(
     n_workers: int = 0, n_train: int = N_TRAIN, bs: int = BS, **options: Any
 ) -> DataLoaders:
     "Return the data of `fault_helpers.make_dls` in torch's loaders."
     g = torch.Generator().manual_seed(7)
     x, v = torch.randn(BS * n_train, 3, generator=g), torch.randn(BS * N_VALID, 3, generator=g)
-    dataset = Drawn(x, x.sum(1, keepdim=True))
+    dataset = TensorDataset(x, x.sum(1, keepdim=True))
     train = DataLoader(dataset, bs, shuffle=True, num_workers=n_workers, **options)
-    valid = DataLoader(Drawn(v, v.sum(1, keepdim=True)), bs, num_workers=n_workers, **options)
+    valid = DataLoader(
+        TensorDataset(v, v.sum(1, keepdim=True)), bs, num_workers=n_workers, **options
+    )
     return DataLoaders(train, valid, device='cpu')
 
 

@@ -27,8 +27,8 @@ from tests.faults.run_helpers import (
     torch_dls,
     training,
 )
-from tests.helpers.forks import start
-from tests.helpers.harness import reached, run_until_done
+from tests.helpers.forks import reached, start
+from tests.helpers.harness import run_until_done
 
 # of 3 batches and 2 of validation an epoch; a life ends at its point, or at the end of the batch
 SIGNAL_POINTS = [
@@ -72,15 +72,6 @@ def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
     check(lives, tmp_path, straight, len(SIGNAL_POINTS))
 
 
-def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    make = lambda: make_learner(eval_every='2ba')
-    end = in_child(training(tmp_path / 'straight', make, n_epoch=4))
-    places: list[Any] = [('valid after_pred', 2), 'train after_batch', ('valid before_batch', 3)]
-    job = training(tmp_path / 'run', make, n_epoch=4)
-    lives = run_until_done(job, places, signal.SIGTERM, group=False)
-    check(lives, tmp_path / 'run', end, len(places))
-
-
 def test_to_a_group_with_workers(
     straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +82,6 @@ def test_to_a_group_with_workers(
     make = lambda: make_learner(dls=torch_dls(n_workers=2))
     lives = run_until_done(training(tmp_path, make, n_epoch=3), places, signal.SIGTERM, group=True)
     check(lives, tmp_path, straight_3, len(places))
-
-
-def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
-    job = training(tmp_path)
-    lives = run_until_done(job, [('draw', 5), ('draw', 14)], signal.SIGTERM, group=False)
-    check(lives, tmp_path, straight, 2)
 
 
 def test_during_a_save_in_the_background(
@@ -155,46 +140,6 @@ def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
         assert seen[0][0] is not own_handler and seen[0][1:] == before[1:] and seen[-1] == before
     finally:
         signal.signal(signal.SIGTERM, kept)
-
-
-def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
-    def job() -> str:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        codes: list[int] = []
-
-        def fork(cb: Any) -> None:
-            reader, writer = os.pipe()
-            if not (pid := os.fork()):
-                os.write(writer, b'.')
-                signal.pause()
-            os.read(reader, 1)
-            os.kill(pid, signal.SIGTERM)
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-        checkpointed(tmp_path)(Callback(after_loss=fork)).fit(1)
-        return f'{codes}'
-
-    assert in_child(job) == '[-15, -15, -15, -15, -15]'
-
-
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    def job() -> int:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        learn = checkpointed(tmp_path)(Callback(after_loss=send))
-        learn.fit(2)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        return len(learn.history)
-
-    assert in_child(job) == 2
-
-
-def test_without_preemption_the_process_ends_at_once(tmp_path: Path) -> None:
-    def job() -> None:
-        checkpointed(tmp_path, preemption=False)(Callback(after_loss=send)).fit(1)
-
-    with start(job) as child:
-        assert child.wait() == -15
-    assert names(tmp_path) == []
 
 
 def test_in_ipython_the_fit_ends_and_the_learner_trains_on(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +24,7 @@ from tests.faults.fault_helpers import (
     start_again,
     trigger,
 )
-from tests.helpers.interrupting import Interrupter, interrupting
-
-
-@pytest.fixture(autouse=True)
-def pythons_own_handler() -> Iterator[None]:
-    "Make SIGINT raise KeyboardInterrupt in tests in the background as well, where the shell ignores it."
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+from tests.helpers.interrupting import Interrupter, interrupting, pythons_own_handlers  # noqa: F401
 
 
 def press(cb: Any = None) -> None:
@@ -92,43 +84,6 @@ def test_a_second_one_aborts_the_cleanup(
     assert ran == ['before']
     is_clean_but_for_display(learn)
     fits_like_fresh(learn, cbs)
-
-
-@pytest.mark.parametrize('how', ['validate', 'get_preds'])
-@pytest.mark.parametrize('outer', ['after_batch', 'after_fit'])
-def test_in_a_nested_run(outer: str, how: str) -> None:
-    cbs = [
-        At(outer, lambda cb: getattr(cb.learn, how)()),
-        At('after_pred', press, depth=2),
-        watch := Watch(),
-    ]
-    learn = make_learner(cbs)
-    start_again(learn)
-    e = raised_by(lambda: learn.fit(N_EPOCH))
-    assert type(e) is KeyboardInterrupt
-    assert [x[0] for x in watch.fired] == ['after_error', 'cleanup']
-    fits_like_fresh(learn, cbs)
-
-
-def test_in_the_model_and_in_the_loader() -> None:
-    class Loader(list[Any]):
-        def __iter__(self) -> Any:
-            for i, batch in enumerate(list.__iter__(self)):
-                if i == 1:
-                    press()
-                yield batch
-
-    learn = make_learner(watch := Watch())
-    learn.dls.train = Loader(learn.dls.train)
-    e = raised_by(lambda: learn.fit(1))
-    assert type(e) is KeyboardInterrupt and notes(e) == ['in train (epoch 0, batch 1)']
-    assert [x[0] for x in watch.fired] == ['after_error', 'cleanup']
-    fits_like_fresh(learn, watch)
-
-    hook = learn.model[0].register_forward_hook(lambda *_: press())
-    assert type(raised_by(lambda: learn.fit(1))) is KeyboardInterrupt
-    hook.remove()
-    fits_like_fresh(learn)
 
 
 def test_it_came_while_torch_had_gradients_switched_off() -> None:

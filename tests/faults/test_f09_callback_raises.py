@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -163,22 +162,3 @@ def test_fit_inside_a_fit_is_refused(event: str) -> None:
     e = raised_by(lambda: learn.fit(N_EPOCH, iteration=1))
     assert type(e) is FitError and notes(e)[0].startswith(f'in At.{event}')
     fits_like_fresh(learn, cb)
-
-
-@cache
-def without_an_evaluation(event: str) -> tuple[str, Any]:
-    learn = make_learner(trigger(event))
-    start_again(learn)
-    learn.fit(N_EPOCH, iteration=1)
-    return digest(learn), rows(learn)
-
-
-@pytest.mark.parametrize('event', [*FIT_EVENTS, *CANCEL_EVENTS])
-def test_evaluating_in_a_handler_changes_nothing(event: str) -> None:
-    look = At(event, lambda cb: (cb.learn.validate(), cb.learn.get_preds()))
-    learn = make_learner([*trigger(event), look])
-    start_again(learn)
-    learn.fit(N_EPOCH, iteration=1)
-    plain = without_an_evaluation(event if trigger(event) else '')
-    assert look.seen and (digest(learn), rows(learn)) == plain
-    is_clean(learn)

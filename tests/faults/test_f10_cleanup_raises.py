@@ -50,23 +50,6 @@ def test_the_first_error_stays_first(event: str, second: BaseException) -> None:
     fits_like_fresh(learn, cbs)
 
 
-def test_every_callback_fails_everywhere_at_the_end() -> None:
-    first, others = ValueError('one'), list[str]()
-    cbs = [
-        At('before_validate', first),
-        *(At(e, KeyError(f'{e} {i}')) for e in ('after_error', 'cleanup') for i in range(3)),
-        ran('cleanup', others),
-    ]
-    learn = make_learner(cbs)
-    start_again(learn)
-    e = raised_by(lambda: learn.fit(1))
-    assert e is first and others == ['cleanup']
-    expected_notes = [f'{e} {i}' for e in ('after_error', 'cleanup') for i in range(3)]
-    assert all(any(t in n for n in notes(e)) for t in expected_notes) and len(notes(e)) == 7
-    is_clean(learn)
-    fits_like_fresh(learn, cbs)
-
-
 def test_after_a_run_without_errors_the_first_of_several_is_raised_at_the_end() -> None:
     others: list[str] = []
     cbs = [
@@ -108,21 +91,4 @@ def test_close_raises(bad: Exception) -> None:
     assert 'At.close' in (str(e) if isinstance(e, CancelError) else notes(e)[0])
     learn.close()
     assert others == ['close', 'post_close'], 'once'
-    fits_like_fresh(learn, cbs)
-
-
-def test_an_error_inside_with_stays_first_when_close_raises() -> None:
-    first = ValueError('one')
-    learn = make_learner(
-        cbs := [At('after_step', first, depth=2), At('close', KeyError('two'), depth=0)]
-    )
-    start_again(learn)
-
-    def run() -> None:
-        with learn:
-            learn.fit(1)
-
-    e = raised_by(run)
-    assert e is first and any("'two'" in n for n in notes(e))
-    is_clean(learn)
     fits_like_fresh(learn, cbs)

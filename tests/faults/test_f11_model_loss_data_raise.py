@@ -180,38 +180,6 @@ def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
     fits_like_fresh(learn, watch)
 
 
-@pytest.mark.parametrize(
-    ('nth', 'where'), [(3, 'epoch 0, batch 2'), (4, 'epoch 1, batch 0'), (5, 'epoch 1, batch 1')]
-)
-def test_the_note_counts_the_batch_in_whose_drawing_the_loader_failed(nth: int, where: str) -> None:
-    fuse, learn = Fuse(), make_learner()
-    learn.dls.train = FusedLoader(learn.dls.train, 'next', fuse)
-    fuse.arm(nth)
-    assert notes(raised_by(lambda: learn.fit(2))) == [f'in train ({where})']
-
-
-def test_a_step_that_fails_takes_no_step() -> None:
-    fuse, learn = Fuse(), make_learner()
-    start_again(learn)
-    in_step(learn, fuse)
-    fuse.arm(1)
-    before = {k: v.clone() for k, v in learn.model.named_parameters()}
-    assert raised_by(lambda: learn.fit(1)) is fuse.error
-    assert all(torch.equal(v, before[k]) for k, v in learn.model.named_parameters())
-    assert learn.opt.n_steps == 0 and all(p.grad is None for p in learn.model.parameters())
-
-
-@pytest.mark.filterwarnings(r'ignore:.*0\.weight, 0\.bias')  # the splitter leaves them out
-def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
-    "Gradients of parameters that a frozen optimizer does not hold are cleared, too."
-    learn = make_learner(splitter=lambda m: list(m[3].parameters()))
-    fuse = Fuse()
-    in_backward(learn, fuse)
-    fuse.arm(2)
-    assert raised_by(lambda: learn.fit(1)) is fuse.error
-    assert all(p.grad is None for p in learn.opt.parameters())
-
-
 def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
     "An error in a data set must not silently shorten the epoch."
 

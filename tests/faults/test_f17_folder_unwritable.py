@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,51 +10,30 @@ import pytest
 from learnkit import Callback, CheckpointError
 from tests.faults.run_helpers import checkpointed, content, names
 
-
-def a_file_as_parent(path: Path) -> Path:
-    (path / 'file').write_text('')
-    return path / 'file' / 'checkpoints'
-
-
-def a_file_in_its_place(path: Path) -> Path:
-    (path / 'file').write_text('')
-    return path / 'file'
-
-
-def a_link_to_nowhere(path: Path) -> Path:
-    (path / 'link').symlink_to(path / 'nowhere' / 'at' / 'all')
-    return path / 'link'
+FOLDERS = {
+    'a file as parent': 'file/checkpoints',
+    'a file in its place': 'file',
+    'a link to nowhere': 'link',
+    'a folder as its lock': 'run',
+    'a name that is too long': 'x' * 300,
+    'one without rights': 'closed',
+}
 
 
-def a_folder_as_its_lock(path: Path) -> Path:
-    (path / 'run' / '.lock').mkdir(parents=True)
-    return path / 'run'
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    (tmp_path / 'file').write_text('')
+    (tmp_path / 'link').symlink_to(tmp_path / 'nowhere' / 'at' / 'all')
+    (tmp_path / 'run' / '.lock').mkdir(parents=True)
+    (tmp_path / 'closed').mkdir(mode=0o500)
+    return tmp_path
 
 
-def a_name_that_is_too_long(path: Path) -> Path:
-    return path / ('x' * 300)
-
-
-def one_without_rights(path: Path) -> Path:
-    if os.geteuid() == 0:
+@pytest.mark.parametrize('kind', FOLDERS)
+def test_it_is_refused_before_the_first_step(kind: str, places: Path, tmp_path: Path) -> None:
+    if kind == 'one without rights' and os.geteuid() == 0:
         pytest.skip('root may write anywhere')
-    (path / 'run').mkdir(mode=0o500)
-    return path / 'run'
-
-
-FOLDERS = [
-    a_file_as_parent,
-    a_file_in_its_place,
-    a_link_to_nowhere,
-    a_folder_as_its_lock,
-    a_name_that_is_too_long,
-    one_without_rights,
-]
-
-
-@pytest.mark.parametrize('make', FOLDERS, ids=lambda f: f.__name__)
-def test_it_is_refused_before_the_first_step(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder, drawn = make(tmp_path), list[int]()
+    folder, drawn = places / FOLDERS[kind], list[int]()
     learn = checkpointed(folder)(Callback(before_draw=lambda cb: drawn.append(cb.iter)))
     learn.create_opt()
     before = content(learn)
@@ -70,10 +48,10 @@ def test_it_is_refused_before_the_first_step(make: Callable[[Path], Path], tmp_p
     assert drawn and names(tmp_path / 'other') == ['00001-ep1-ba3.ckpt']
 
 
-def test_so_it_is_when_the_fit_would_go_on_from_elsewhere(tmp_path: Path) -> None:
+def test_so_it_is_when_the_fit_would_go_on_from_elsewhere(places: Path, tmp_path: Path) -> None:
     "Weights are not changed: the folder is checked before anything is loaded."
     checkpointed(tmp_path / 'good')().fit(1)
-    learn = checkpointed(a_file_as_parent(tmp_path))()
+    learn = checkpointed(places / FOLDERS['a file as parent'])()
     learn.create_opt()
     before = content(learn)
     with pytest.raises(CheckpointError, match='cannot hold checkpoints'):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from learnkit import Callback, WeightsError
 from learnkit.checkpoint.folder import load_state
-from tests.faults.fault_helpers import make_learner, make_model
-from tests.faults.run_helpers import checkpointed, content, names, quiet
+from tests.faults.fault_helpers import make_model
+from tests.faults.run_helpers import checkpointed, content, names
 
 
 def wider() -> nn.Module:
@@ -83,21 +81,3 @@ def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path:
         assert all(any(line.startswith(start) for line in lines) for start in expected_lines), text
         assert content(learn) == before and not trained and learn.opt.n_steps == 0
         assert (str(path) in text) == (load == 'file')
-
-
-def test_a_loss_with_weights_counts_too() -> None:
-    def make(n: int) -> Any:
-        class Weighted(nn.MSELoss):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = nn.Parameter(torch.ones(n))
-
-        return quiet(make_learner(loss_func=Weighted()))
-
-    kept: list[Any] = []
-    cbs = Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state()))
-    make(2).fit(1, cbs=cbs)
-    learn = make(3)
-    with pytest.raises(WeightsError, match=r'loss_func: shape: w .*\[3\], .*\[2\]'):
-        learn.fit(1, resume=kept[1])
-    assert learn.loss_func.w.tolist() == [1.0, 1.0, 1.0]

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import DataLoaders, Learner
-from learnkit.checkpoint.compare import differences
+from learnkit import DataLoaders
 from tests.faults.fault_helpers import (
     At,
     Watch,
@@ -81,43 +80,3 @@ def test_when_the_system_gives_no_more(tmp_path: Path) -> None:
     assert free
     assert steps == 2
     assert names(tmp_path) and all_load(tmp_path)
-
-
-class Hungry(nn.Module):
-    "Runs out of memory with more than three samples, after its buffers and the generator have moved."
-
-    def __init__(self, fits: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fits, self.sizes = fits, list[int]()
-        self.body = nn.Sequential(
-            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
-        ).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sizes.append(len(x))
-        out: Tensor = self.body(x)
-        if self.training and len(x) > self.fits:
-            raise torch.OutOfMemoryError('CUDA out of memory (raised by a test)')
-        return out
-
-
-@pytest.mark.filterwarnings("ignore:microbatch='auto'")
-def test_half_the_size_and_the_same_gradients() -> None:
-    "Buffers and generators are restored: the state equals a run with pieces of that size from the start."
-
-    def trained(fits: int, microbatch: Any) -> Learner:
-        g = torch.Generator().manual_seed(1)
-        x = torch.randn(32, 3, generator=g, dtype=torch.float64)
-        data = DataLoaders.from_tensors((x, x[:, :1]), bs=16, shuffle=False)
-        learn = Learner(data, Hungry(fits), nn.MSELoss(), lr=0.1, microbatch=microbatch)
-        torch.manual_seed(3)
-        with learn.no_bar():
-            learn.fit(2)
-        return learn
-
-    found, fixed = trained(4, 'auto'), trained(16, 4)
-    assert found.model.sizes[:4] == [16, 8, 4, 4]
-    states = [learn.checkpoint_state() for learn in (found, fixed)]
-    assert [state['loop'].pop('fitting_size') for state in states] == [4, None]
-    assert not (differ := differences(*states)), differ

@@ -81,29 +81,6 @@ def test_a_forked_worker_does_not_own_it(tmp_path: Path) -> None:
     assert can_lock(tmp_path)
 
 
-def test_many_start_at_once(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-
-    def run() -> None:
-        try:
-            with FolderLock(tmp_path):
-                os.write(writer, b'+')
-                signal.pause()
-        except FolderInUseError:
-            os.write(writer, b'-')
-
-    pids = [fork(run) for _ in range(8)]
-    answers = b''.join(os.read(reader, 1) for _ in pids)
-    assert sorted(answers) == sorted(b'+' + b'-' * 7)
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        finally:
-            os.waitpid(pid, 0)
-    os.close(reader)
-    os.close(writer)
-
-
 # -- two fits --------------------------------------------------------------------------------------
 
 

@@ -75,27 +75,15 @@ def test_after_a_resume(tmp_path: Path) -> None:
     assert same(straight, found['state'])
 
 
-def load_pth(learn: Learner, path: Path) -> None:
-    learn.load(path, with_opt=True)
+LOADS: dict[str, Callable[[Learner, Path], Any]] = {
+    'pth': lambda learn, path: learn.load(path, with_opt=True),
+    'safetensors': lambda learn, path: learn.load(path.with_suffix('.safetensors')),
+    'checkpoint': lambda learn, path: learn.load(path.with_name('a.ckpt'), with_opt=True),
+}
 
 
-def load_safetensors(learn: Learner, path: Path) -> None:
-    learn.load(path.with_suffix('.safetensors'))
-
-
-def load_checkpoint(learn: Learner, path: Path) -> None:
-    learn.load(path.with_name('a.ckpt'), with_opt=True)
-
-
-LOADS: list[Callable[[Learner, Path], None]] = [
-    load_pth,
-    load_safetensors,
-    load_checkpoint,
-]
-
-
-@pytest.mark.parametrize('load', LOADS)
-def test_after_a_load(tmp_path: Path, load: Callable[[Learner, Path], None]) -> None:
+@pytest.mark.parametrize('kind', LOADS)
+def test_after_a_load(tmp_path: Path, kind: str) -> None:
     "Training after the load equals training after a load of files that are not truncated."
     learn = make()
     learn.fit(1)
@@ -106,7 +94,7 @@ def test_after_a_load(tmp_path: Path, load: Callable[[Learner, Path], None]) -> 
 
     def train(cuts: bool) -> Any:
         learn = make()
-        load(learn, path)
+        LOADS[kind](learn, path)
         found = mapped(tmp_path)
         if cuts:
             cut(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -18,18 +18,16 @@ from learnkit.callbacks.lr_finder import LRFinder
 from learnkit.core.interrupts import deferred_interrupts, run_all
 from learnkit.engine.snapshot import Snapshot
 from tests.faults.fault_helpers import fits_like_fresh, make_learner
-from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
+from tests.helpers.interrupting import (
+    Interrupter,
+    interrupt,
+    interrupting,
+    press,
+    pythons_own_handlers,  # noqa: F401  # for every test
+)
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
-
-
-@pytest.fixture(autouse=True)
-def pythons_own_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-    torch.set_grad_enabled(True)
 
 
 def find(learn: Learner) -> None:
@@ -126,16 +124,6 @@ def test_a_snapshot_is_written_back_as_a_whole(how: Callable[[], None]) -> None:
         if at > 1:
             assert repr(o) == repr(contents())
     assert at > 20
-
-
-def test_an_interrupt_is_raised_at_the_end() -> None:
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        with deferred_interrupts():
-            press()
-            done.append('set up')
-    assert done == ['set up']
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_one_is_raised_at_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -13,24 +12,18 @@ import pytest
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, sigterm
-from learnkit.callbacks.sigterm import StopRequest
-from learnkit.core.files import FolderLock
 from learnkit.engine import run as runs
 from tests.faults.fault_helpers import make_learner, raised_by
 from tests.helpers.forks import start
-from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
+from tests.helpers.interrupting import (
+    Interrupter,
+    interrupting,
+    press,
+    pythons_own_handlers,  # noqa: F401  # for every test
+)
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
-
-
-@pytest.fixture(autouse=True)
-def pythons_own_handlers() -> Iterator[None]:
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {sig: signal.signal(sig, handler) for sig, handler in handlers.items()}
-    yield
-    for sig, handler in before.items():
-        signal.signal(sig, handler)
 
 
 def press_slowly(cb: Any = None) -> None:
@@ -124,45 +117,7 @@ def test_the_second_at_many_instants_of_the_end(tmp_path: Path) -> None:
     assert n > 50 and not bad, bad[:5]
 
 
-# -- the mechanism ---------------------------------------------------------------------------------
-
-
-def steps(
-    acquire: Callable[[], Any], release: Callable[[], Any], how: Callable[[], None]
-) -> Iterator[int]:
-    "Interrupt both at each instant, and release once more; yield the number of instants."
-    for f in (acquire, release):
-        for at in range(1, 1000):
-            if f is release:
-                acquire()
-            interrupter = Interrupter(at, f.__func__.__code__, how=how)  # type: ignore[attr-defined]
-            with interrupting(interrupter):
-                f()
-            release()
-            yield at
-            if interrupter.left > 0:
-                break
-
-
-def test_a_lock_can_be_released_whatever_was_interrupted(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
-    n = 0
-    for _ in steps(lock.acquire, lock.release, press):
-        n += 1
-        assert not lock.held
-        with FolderLock(tmp_path):
-            pass
-    assert n > 5
-
-
-def test_a_stop_request_can_be_restored_whatever_was_interrupted() -> None:
-    request = StopRequest()
-    n = 0
-    for _ in steps(request.install, request.restore, interrupt):
-        n += 1
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert not sigterm._active_requests and not sigterm._before
-    assert n > 10
+# -- what fails ------------------------------------------------------------------------------------
 
 
 def test_what_fails_does_not_keep_others_from_giving_back(tmp_path: Path) -> None:

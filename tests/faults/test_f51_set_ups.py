@@ -99,58 +99,32 @@ class Loader:
 # -- samplers --------------------------------------------------------------------------------------
 
 
-class Own(Sampler[int]):
-    "Base class of the samplers below."
-
-    def __init__(self) -> None:
-        self.setup()
-
-    def setup(self) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return N
-
-    def order(self) -> list[int]:
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.order()
-
-
 def shuffle(seed: int) -> list[int]:
     return torch.randperm(N, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-class HiddenCount(Own):
-    def setup(self) -> None:
+class HiddenCount(Sampler[int]):
+    def __init__(self) -> None:
         self._n_passes = 0
 
-    def order(self) -> list[int]:
-        self._n_passes += 1
-        return shuffle(self._n_passes)
-
-
-class LateCount(HiddenCount):
-    "Counts at the end of a pass."
+    def __len__(self) -> int:
+        return N
 
     def __iter__(self) -> Iterator[int]:
-        yield from shuffle(self._n_passes)
         self._n_passes += 1
+        yield from shuffle(self._n_passes)
 
 
-class InClosure(Own):
+class InClosure(HiddenCount):
     "Keeps its count where no attribute shows it."
 
-    def setup(self) -> None:
+    def __init__(self) -> None:
         count = itertools.count()
         self.seed = lambda: next(count)
 
-    def order(self) -> list[int]:
-        return shuffle(self.seed())
+    def __iter__(self) -> Iterator[int]:
+        yield from shuffle(self.seed())
 
-
-OWN_SAMPLERS: list[type[Own]] = [HiddenCount, LateCount]
 
 # -- callbacks -------------------------------------------------------------------------------------
 
@@ -249,7 +223,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     'batches of a sampler that counts': lambda: DataLoader(
         Plain(), batch_sampler=BatchSampler(HiddenCount(), BS, False)
     ),
-    **{f'sampler {cls.__name__}': sampled(cls) for cls in OWN_SAMPLERS},
+    'sampler HiddenCount': sampled(HiddenCount),
 }
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     'EMA, accumulation, bf16': lambda: [EMA(0.9), GradientAccumulation(8), MixedPrecision('bf16')],

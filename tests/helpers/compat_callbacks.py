@@ -71,52 +71,28 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
     class Acts(Tracer):
         "Do something at one event of one batch."
 
-        def __init__(self, tag: str, order: int, at: str, epoch: int, batch: int) -> None:
+        def __init__(self, tag: str, order: int, act: Any, at: str, epoch: int, batch: int) -> None:
             super().__init__(tag, order)
-            self.acts_at, self.in_epoch, self.on_batch = at, epoch, batch
+            self.act, self.acts_at, self.in_epoch, self.on_batch = act, at, epoch, batch
 
         def note(self, event: str) -> None:
             super().note(event)
             if event == self.acts_at and self.is_here():
-                self.act()
+                self.act(self)
 
         def is_here(self) -> bool:
             learn = self.learn
-            return (
-                bool(learn.training)
-                and learn.epoch == self.in_epoch
-                and learn.iter == self.on_batch
-            )
-
-    class OffInBatch(Acts):
-        def act(self) -> None:
-            self.run = False
-
-    class RemovesItself(Acts):
-        def act(self) -> None:
-            self.learn.remove_cb(self)
-
-    class Adds(Acts):
-        def act(self) -> None:
-            self.added = Tracer(f'{self.tag}+', self.order - 1)
-            self.learn.add_cb(self.added)
+            here = learn.epoch, learn.iter
+            return bool(learn.training) and here == (self.in_epoch, self.on_batch)
 
         def after_train(self) -> None:
             self.note('after_train')
             if 'added' in self.__dict__:
                 self.learn.remove_cb(self.__dict__.pop('added'))
 
-    class ChangesOrder(Acts):
-        def act(self) -> None:
-            self.order = -self.order
-
-    class ChangesRun(Acts):
-        def act(self) -> None:
-            self.run_train = not self.run_train
-
-    class SetsLr(Acts):
-        def act(self) -> None:
-            self.opt.set_hypers(lr=self.opt.hypers[-1]['lr'] * 0.5)
+    def add(cb: Any) -> None:
+        cb.added = Tracer(f'{cb.tag}+', cb.order - 1)
+        cb.learn.add_cb(cb.added)
 
     class ChangesBatch(Tracer):
         def before_batch(self) -> None:
@@ -169,18 +145,18 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
         'temporary': Tracer,
     }
     acting = {
-        'off_in_batch': OffInBatch,
-        'adds': Adds,
-        'removes_itself': RemovesItself,
-        'changes_order': ChangesOrder,
-        'changes_run': ChangesRun,
-        'sets_lr': SetsLr,
+        'off_in_batch': lambda cb: setattr(cb, 'run', False),
+        'adds': add,
+        'removes_itself': lambda cb: cb.learn.remove_cb(cb),
+        'changes_order': lambda cb: setattr(cb, 'order', -cb.order),
+        'changes_run': lambda cb: setattr(cb, 'run_train', not cb.run_train),
+        'sets_lr': lambda cb: cb.opt.set_hypers(lr=cb.opt.hypers[-1]['lr'] * 0.5),
     }
 
     def make(i: int, kind: str, order: int, at: str, epoch: int, batch: int) -> Any:
         tag = f'{i}:{kind}'
-        return (
-            plain[kind](tag, order) if kind in plain else acting[kind](tag, order, at, epoch, batch)
-        )
+        if kind in plain:
+            return plain[kind](tag, order)
+        return Acts(tag, order, acting[kind], at, epoch, batch)
 
     return SimpleNamespace(Raiser=Raiser, Tracer=Tracer, Losses=Losses, make=make)

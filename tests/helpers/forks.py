@@ -29,8 +29,6 @@ import torch
 
 from learnkit.core.plain import to_plain
 
-__all__ = ['Child', 'HarnessError', 'Planned', 'reached', 'start']
-
 # options of Linux's prctl
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from tests.helpers.forks import HarnessError, Planned, reached, start
-
-__all__ = ['HarnessError', 'Lives', 'reached', 'run_until_done']
+from tests.helpers.forks import HarnessError, Planned, start
 
 # seconds; name of a `reached` call, or (name, n-th call)
 Instant = float | str | tuple[str, int]

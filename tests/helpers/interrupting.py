@@ -9,6 +9,20 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handlers() -> Iterator[None]:
+    "Handle signals as Python does, for tests in the background as well, where the shell ignores SIGINT."
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {sig: signal.signal(sig, handler) for sig, handler in handlers.items()}
+    yield
+    for sig, handler in before.items():
+        signal.signal(sig, handler)
+    torch.set_grad_enabled(True)
+
 
 def press() -> None:
     "Send this process a SIGINT."

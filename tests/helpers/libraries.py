@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ['import_or_skip', 'require', 'skip_if_absent']
-
 # installed by `.[dev]`: with LEARNKIT_ALL_LIBRARIES in the environment a test that misses one fails
 DEV = set(
     """IPython PIL cloudpickle datasets furo gymnasium huggingface_hub ipykernel jupyter_client jupyterlab matplotlib

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import (
     Callback,
@@ -91,23 +90,6 @@ def test_validate_leaves_counters_history_and_optimizer_alone() -> None:
 
 # get_preds
 
-LOADERS = {
-    'uneven': lambda x, y: TensorLoader(x, y, bs=4),
-    'shuffled': lambda x, y: TensorLoader(x, y, bs=4, shuffle=True, drop_last=True),
-    'torch': lambda x, y: DataLoader(TensorDataset(x, y), 4),
-    'list': lambda x, y: [(x[:4], y[:4]), (x[4:], y[4:])],
-    'torch shuffled': lambda x, y: DataLoader(TensorDataset(x, y), 4, shuffle=True, drop_last=True),
-}
-
-
-@pytest.mark.parametrize('make', LOADERS.values(), ids=LOADERS)
-def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> None:
-    x, y = xy
-    learn = learner(make(x, y))
-    for preds, targs in (learn.get_preds(), learn.get_preds(dl=make(x, y))):
-        assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
-        assert not preds.requires_grad and preds.device.type == 'cpu'
-
 
 def test_dropout_is_off_and_predictions_do_not_move_the_training_order(xy: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9))
@@ -148,28 +130,6 @@ def test_losses_of_torch_decode_classes(loss: Any, xy: Any) -> None:
     label, decoded, probs = learn.predict(x[0])
     assert label == learn.dls.vocab[int(expected[0])] and decoded == expected[0]
     assert torch.allclose(probs, model(x[:1])[0].exp(), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    'loss', [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.BCELoss()], ids=name_of
-)
-def test_losses_of_torch_decode_labels(loss: Any, xy: Any) -> None:
-    x, y = xy[0], torch.randint(2, (N, 2)).float()
-    model = nn.Linear(3, 2)
-    if isinstance(loss, nn.BCELoss):
-        model = nn.Sequential(model, nn.Sigmoid())
-    learn = learner(TensorLoader(x, y, bs=4), model, loss=loss)
-    decoded = learn.get_preds(with_decoded=True)[2]
-    cut = 0.5 if isinstance(loss, nn.BCELoss) else 0.0
-    assert torch.equal(decoded, model(x) > cut)
-
-
-def test_with_input_comes_first(xy: Any) -> None:
-    x, y = xy
-    learn = learner(TensorLoader(x, y, bs=4))
-    inputs, preds, targs, losses = learn.get_preds(with_input=True, with_loss=True)
-    assert torch.equal(inputs, x) and torch.equal(targs, y)
-    assert torch.allclose(preds, learn.model(x), atol=1e-6) and losses.shape == (N,)
 
 
 class TwoInTwoOut(nn.Module):
@@ -261,14 +221,6 @@ def test_a_cancelled_batch_is_left_out(xy: Any) -> None:
     preds, targs = learner(TensorLoader(x, y, bs=4)).get_preds(cbs=Callback(before_pred=skip))
     keep = torch.tensor([*range(4), *range(8, N)])
     assert len(preds) == 9 and torch.equal(targs, y[keep])
-
-
-def test_outputs_of_different_lengths_come_as_a_list_of_samples() -> None:
-    xs = [torch.randn(2, n, 1) for n in (3, 5)]
-    learn = Learner(DataLoaders([xs[0]], xs), RegModel(), default_cbs=False)
-    preds, _ = learn.get_preds()
-    assert [p.shape[0] for p in preds] == [3, 3, 5, 5]
-    assert torch.allclose(preds[3], learn.model(xs[1][1]), atol=1e-6)
 
 
 def test_without_a_validation_loader_an_error_is_raised() -> None:

@@ -16,10 +16,7 @@ from learnkit.core.batch import are_equal
 from learnkit.core.errors import OptionError
 from learnkit.core.plotting import WRONG
 from learnkit.core.random import capture_own, capture_rng
-from learnkit.data.show import (
-    as_pictures,
-    class_colors,
-)
+from learnkit.data.show import as_pictures, class_colors
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
 

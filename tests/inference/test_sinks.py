@@ -75,16 +75,6 @@ def test_a_users_own_part_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / 'preds.npy.part').read_text() == 'a note'
 
 
-def test_what_an_interrupted_run_has_left_is_written_over(tmp_path: Path) -> None:
-    learn = make()
-    (tmp_path / 'preds.part').mkdir()
-    for name in ('000000.pt', '000017.pt', '.000018.pt.tmp'):
-        (tmp_path / 'preds.part' / name).write_text('')
-    learn.get_preds(sink=tmp_path / 'preds')
-    expected = ['000000.pt', '000001.pt', '000002.pt']
-    assert sorted(p.name for p in (tmp_path / 'preds').iterdir()) == expected
-
-
 def test_what_arrives_late_comes_in_order_and_all_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,18 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import (
-    Callback,
-    CancelBatchException,
-    DataLoaders,
-    Learner,
-    TensorLoader,
-    mae,
-)
+from learnkit import Callback, CancelBatchException, DataLoaders, Learner, TensorLoader, mae
 from learnkit.callbacks.predictions import MCDropoutCallback
 from learnkit.core.errors import EmptyLoaderError
 
@@ -199,12 +191,3 @@ def test_any_iterable_and_a_loader_with_workers() -> None:
         with torch.no_grad():
             expected = learn.model.eval()(x).softmax(-1)
         assert torch.allclose(joined(learn.predict_iter(dl))[0], expected, atol=1e-6)
-
-
-def test_losses_match_the_samples() -> None:
-    learn = make()
-    stream = learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o)
-    x, logits, _y, losses = joined(stream)
-    _, y = learn.dls.valid.tensors
-    assert torch.allclose(losses, F.cross_entropy(logits, y, reduction='none'), atol=1e-6)
-    assert len(x) == N

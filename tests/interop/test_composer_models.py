@@ -114,22 +114,6 @@ def test_a_composer_model_predicts_with_its_eval_forward() -> None:
     assert torch.equal(targets, y)
 
 
-class AtBatch:
-    "Record training metric, gradients and loss at the end of each batch."
-
-    def __init__(self) -> None:
-        self.hits: list[float] = []
-        self.norms: list[float] = []
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.hits.append(state.train_metrics['Hits'].compute().item())
-        grads = [p.grad for p in state.model.parameters()]
-        self.norms.append(torch.stack([g.norm() for g in grads]).norm().item())
-
-
-# -- the state after an evaluation -----------------------------------------------------------------
-
-
 # -- algorithms ------------------------------------------------------------------------------------
 
 

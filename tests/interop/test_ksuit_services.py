@@ -52,29 +52,13 @@ def test_logs_files_and_weights_equal_the_plain_loop(
 # -- construction ----------------------------------------------------------------------------------
 
 
-class Base(CallbackBase):
-    "A callback without state, like ksuit's base class."
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-    def resume_from_checkpoint(self, resumption_paths: Any, model: Any) -> None:
-        pass
-
-    def before_training(self, *, update_counter: Any) -> None:
-        pass
-
-
 @dataclass
 class Options:
     every_n_epochs: int
     scale: float = 2.0
 
 
-class Periodic(Base):
+class Periodic(CallbackBase):
     def __init__(self, callback_config: Options, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.every_n_epochs, self.scale = callback_config.every_n_epochs, callback_config.scale
@@ -107,7 +91,7 @@ def test_a_class_is_constructed_when_it_is_added() -> None:
 
 
 def test_train_step_returns_the_loss_of_a_plain_step() -> None:
-    class Train(Base):
+    class Train(CallbackBase):
         def after_training(self, *, update_counter: Any) -> None:
             self.result = self.trainer.train_step(self.batch, self.model)
 
@@ -131,7 +115,7 @@ def test_train_step_returns_the_loss_of_a_plain_step() -> None:
 BEGUN: list[str] = []  # outside of the callback, whose attributes are restored
 
 
-class Tracks(Base):
+class Tracks(CallbackBase):
     "Inherits a `state_dict` that returns None, and records the order of its methods."
 
     every_n_updates = 1

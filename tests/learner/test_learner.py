@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
@@ -37,7 +36,6 @@ from learnkit import (
     to_detach,
 )
 from learnkit.testing import RegModel, synth_dls, synth_learner
-from tests.helpers.forks import start
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
@@ -83,36 +81,23 @@ def rows(n: int = 3, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_the_constructors_keywords_are_attributes(tmp_path: Path) -> None:
-    model, loss, dls = RegModel(), nn.L1Loss(), synth_dls()
-    splitter = lambda m: [[m.a], [m.b]]
-    learn = Learner(
-        dls,
-        model,
-        loss_func=loss,
-        opt_func=SGD,
-        lr=0.2,
-        splitter=splitter,
-        cbs=Callback(before_fit=print),
-        metrics=[mae],
-        path=tmp_path,
-        model_dir='weights',
-        wd=0.1,
-        wd_bn_bias=True,
-        train_bn=False,
-        moms=(0.9, 0.8, 0.9),
-        default_cbs=False,
-        microbatch=4,
-    )
-    assert (learn.dls, learn.model, learn.loss_func, learn.opt_func) == (dls, model, loss, SGD)
-    assert learn.lr == 0.2
-    assert learn.splitter == splitter
-    assert learn.path == tmp_path
-    assert learn.model_dir == 'weights'
-    assert (learn.wd, learn.wd_bn_bias, learn.train_bn) == (0.1, True, False)
-    assert learn.moms == (0.9, 0.8, 0.9)
-    assert learn.microbatch == 4
-    assert learn.opt is None
-    assert len(learn.cbs) == 1
+    given = {
+        'loss_func': nn.L1Loss(),
+        'opt_func': SGD,
+        'lr': 0.2,
+        'splitter': lambda m: [[m.a], [m.b]],
+        'path': tmp_path,
+        'model_dir': 'weights',
+        'wd': 0.1,
+        'wd_bn_bias': True,
+        'train_bn': False,
+        'moms': (0.9, 0.8, 0.9),
+        'microbatch': 4,
+    }
+    model, dls = RegModel(), synth_dls()
+    learn = Learner(dls, model, metrics=[mae], cbs=Callback(), default_cbs=False, **given)
+    assert {name: getattr(learn, name) for name in given} == given
+    assert (learn.dls, learn.model, learn.opt, len(learn.cbs)) == (dls, model, None, 1)
     assert [m.name for m in learn.metrics] == ['mae']
 
 
@@ -308,24 +293,6 @@ def test_a_cancel_before_a_with_block_cannot_skip_it() -> None:
             pytest.fail('the block was entered')
 
 
-def test_the_way_out_of_the_program_closes() -> None:
-    def program() -> None:
-        cb = Callback(close=lambda cb: print('closed'), post_close=lambda cb: print('and after'))
-        learn = synth_learner(cbs=cb, default_cbs=False)
-        learn.fit(0)
-        atexit.register(lambda: learn)  # there is a reference to it until the end
-
-    with start(program) as child:
-        assert child.wait() == 0
-        assert child.stdout.split('\n')[-3:] == ['closed', 'and after', '']
-
-
-def test_the_text_of_a_learner() -> None:
-    found = repr(synth_learner(default_cbs=False))
-    assert found == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
-    assert 'valid=[]' in repr(Learner(rows(), line(), nn.MSELoss()))
-
-
 def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
     learn = synth_learner()
     t = torch.randn(2, requires_grad=True)
@@ -389,16 +356,11 @@ def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
 class Stream:
     "Creates new batches in each pass, and has no length."
 
-    def __init__(self, batches: list[Any], endless: bool = False) -> None:
-        self.batches, self.endless, self.drawn = batches, endless, 0
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            for b in self.batches:
-                self.drawn += 1
-                yield b
-            if not self.endless:
-                return
+        yield from self.batches
 
 
 def test_a_loader_without_length() -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 
-from learnkit import (
-    Callback,
-)
+from learnkit import Callback
 from learnkit.loggers import CSVLogger, log_params
 from tests.helpers.logging_fits import learner
 

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from learnkit import MissingExtraError, OptionError
-from learnkit.loggers import (
-    MlflowLogger,
-    TensorBoardLogger,
-    WandbLogger,
-)
-from tests.helpers.log_services import (
-    SERVICES,
-)
+from learnkit import OptionError
+from tests.helpers.log_services import SERVICES
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
 # both in one picture, with a white gap
@@ -70,13 +63,3 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     with pytest.raises(OptionError, match='cannot be written'):
         learn.fit(1)
     assert learn.time.ba == 0
-
-
-@pytest.mark.parametrize('cls', [TensorBoardLogger, WandbLogger, MlflowLogger])
-def test_a_missing_library_is_named(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('learnkit.core.optional.find_spec', lambda name: None)
-    library = cls.__name__.removesuffix('Logger').lower()
-    with pytest.raises(
-        MissingExtraError, match=rf'^{cls.__name__} needs {library}: pip install {library}$'
-    ):
-        cls()

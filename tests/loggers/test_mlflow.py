@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from learnkit import Callback
-from learnkit.loggers import (
-    MlflowLogger,
-)
+from learnkit.loggers import MlflowLogger
 from tests.helpers.log_services import (
     GRID,
     PIXELS,

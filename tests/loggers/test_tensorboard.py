@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 
 from learnkit import Callback
-from learnkit.loggers import (
-    TensorBoardLogger,
-)
-from tests.helpers.log_services import (
-    GRID,
-    PIXELS,
-    show,
-    tensorboard,
-)
+from learnkit.loggers import TensorBoardLogger
+from tests.helpers.log_services import GRID, PIXELS, show, tensorboard
 from tests.helpers.logging_fits import learner
 
 

@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 
 from learnkit import Callback, OptionError
-from learnkit.loggers import (
-    WandbLogger,
-)
-from tests.helpers.log_services import (
-    GRID,
-    PIXELS,
-    fail,
-    show,
-    wandb_points,
-    wandb_records,
-)
+from learnkit.loggers import WandbLogger
+from tests.helpers.log_services import GRID, PIXELS, fail, show, wandb_points, wandb_records
 from tests.helpers.logging_fits import LogHalf, learner, run_and_resume
 
 

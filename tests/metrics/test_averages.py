@@ -264,22 +264,3 @@ def test_dry_run_changes_nothing() -> None:
         dry_run(m, pred, (targ,))
         if not isinstance(m, ValueMetric):
             assert m.value is None
-
-
-def test_dry_run_states_what_does_not_fit() -> None:
-    pred, targ = scores(20)
-    f1 = torchmetrics_objects()[1]
-    for m, expected_text in (
-        (AvgMetric(mse), '^mse: .*Metric `mse`'),
-        (AvgMetric(accuracy), '^accuracy: .*Metric `accuracy`'),
-        (TorchMetric(f1), '^Metric `multiclass_f1_score`.* It raised'),
-    ):
-        with pytest.raises(MetricError, match=expected_text) as e:
-            dry_run(m, pred, (targ[:10],))
-        assert '20' in str(e.value) and '10' in str(e.value) and e.value.__cause__ is not None
-    with pytest.raises(MetricError, match=r'`mse_loss`.*missing 1 required') as e:
-        dry_run(AvgMetric(F.mse_loss), pred, ())
-    assert isinstance(e.value.__cause__, TypeError)
-    with pytest.raises(MetricError, match='one number'):
-        dry_run(AvgMetric(lambda p, t: p), pred, (targ,))
-    assert float(f1._update_count) == 0

@@ -87,14 +87,6 @@ def test_five_of_six_tokens_are_right() -> None:
     assert of_the_set(AvgMetric(accuracy), batches) == pytest.approx(0.5)
 
 
-def test_a_weight_func_still_weighs_batches() -> None:
-    batches = sequences()
-    weights = iter([1.0, 2.0, 3.0, 4.0])
-    got = of_the_set(mse, batches, weight_func=lambda xb, yb: next(weights))
-    expected = sum(w * float(mse(*b)) for w, b in zip((1, 2, 3, 4), batches, strict=True)) / 10
-    assert got == pytest.approx(expected)
-
-
 # -- targets that are not a class ---------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit.core.errors import MetricError, MissingExtraError
+from learnkit.core.errors import MetricError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.learner import Learner
 from learnkit.metrics import (
@@ -167,13 +166,6 @@ def test_options_that_cannot_be() -> None:
             dry_run(metric, pred, (targ,))
     with pytest.raises(MetricError, match='Did you mean `train`'):
         Recall(on='trian')
-
-
-def test_a_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, 'sklearn.metrics', None)
-    monkeypatch.setattr('learnkit.core.optional.find_spec', lambda name: None)
-    with pytest.raises(MissingExtraError, match='F1Score needs scikit-learn: pip install'):
-        F1Score()
 
 
 # -- in a list of metrics --------------------------------------------------------------------------

@@ -16,22 +16,12 @@ from learnkit.metrics import as_metrics
 from learnkit.metrics.direction import MetricProperties, as_comparison
 from learnkit.monitors.monitor import Monitor
 
-LOWER = {
-    'error_rate',
-    'mse',
-    'rmse',
-    'RMSE',
-    'mae',
-    'msle',
-    'exp_rmspe',
-    'ExpRMSPE',
-    'BrierScore',
-    'BrierScoreMulti',
-    'Perplexity',
-    'perplexity',
-    'HammingLoss',
-    'HammingLossMulti',
-}
+LOWER = set(
+    (
+        'error_rate mse rmse RMSE mae msle exp_rmspe ExpRMSPE BrierScore BrierScoreMulti '
+        'Perplexity perplexity HammingLoss HammingLossMulti'
+    ).split()
+)
 OTHERS = (
     'Metric Mean AvgMetric ElementMean AvgLoss AvgSmoothLoss SumMetric ValueMetric TorchMetric '
     'as_metrics check_column dry_run measures_batches LossMetric LossMetrics AccumMetric '

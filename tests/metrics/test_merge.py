@@ -18,12 +18,7 @@ from learnkit.callbacks.epoch_metrics import value_of
 from learnkit.core.errors import MetricError
 from learnkit.metrics.averages import as_metrics
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses
-from learnkit.metrics.merge import (
-    check_mergeable,
-    interleave,
-    merge_states,
-    shared_state,
-)
+from learnkit.metrics.merge import check_mergeable, interleave, merge_states, shared_state
 
 torchmetrics = pytest.importorskip('torchmetrics')
 tm = torchmetrics.classification

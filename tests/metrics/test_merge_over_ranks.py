@@ -16,23 +16,15 @@ import learnkit.metrics as M
 from learnkit import (
     Callback,
     DataLoaders,
-    EarlyStoppingCallback,
     FetchPredsCallback,
     GatherPredsCallback,
     Learner,
     MetricError,
     OptionError,
-    ReduceLROnPlateau,
     TensorLoader,
     accuracy,
 )
-from tests.helpers.distributing import (
-    make_data,
-    make_dls,
-    make_learner,
-    rows,
-    same_rows,
-)
+from tests.helpers.distributing import make_data, make_dls, make_learner, rows, same_rows
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -133,22 +125,6 @@ def test_a_metric_that_cannot_be_merged_is_refused_before_anything() -> None:
     learn = make_learner(metrics=Unmergeable)
     learn.fit(1)  # alone it can be trained with
     assert learn.history[0]['unmergeable'] == 5
-
-
-def test_callbacks_that_decide_see_the_same_values() -> None:
-    def job(rank: int) -> Any:
-        torch.manual_seed(rank)
-        cbs = [
-            EarlyStoppingCallback('accuracy', patience=1, min_delta=0.5),
-            ReduceLROnPlateau('valid_loss', patience=1, min_delta=9.0),
-        ]
-        learn = make_learner(make_dls(40, n_valid=5), cbs=cbs)
-        with learn.distributed('ddp', timeout='20s'):
-            learn.fit(6)
-        return len(learn.history), learn.opt.hypers[-1]['lr'], learn.history[-1]['accuracy']
-
-    first, second = run_ranks(job)
-    assert first == second and first[0] < 6 and first[1] < 1e-2
 
 
 # -- predictions -----------------------------------------------------------------------------------

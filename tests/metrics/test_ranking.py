@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from learnkit.core.errors import MetricError, MissingExtraError
+from learnkit.core.errors import MetricError
 from learnkit.metrics import (
     APScoreBinary,
     APScoreMulti,
@@ -100,17 +99,6 @@ def test_corpus_bleu() -> None:
     assert feed(CorpusBLEUMetric(axis=1), torch.eye(11)[targ].movedim(-1, 1), targ).value == 1.0
     with pytest.raises(MetricError, match=r'\(B, T, C\)'):
         dry_run(CorpusBLEUMetric(), torch.eye(11), (targ,))
-
-
-@pytest.mark.parametrize('metric', [SpearmanCorrCoef, CorpusBLEUMetric])
-def test_without_torchmetrics_the_error_states_how_to_install_it(
-    metric: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in [m for m in sys.modules if m.split('.')[0] == 'torchmetrics']:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, 'torchmetrics', None)
-    with pytest.raises(MissingExtraError, match=r' needs torchmetrics: pip install torchmetrics$'):
-        metric()
 
 
 def test_what_cannot_be_ranked() -> None:

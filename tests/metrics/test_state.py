@@ -6,7 +6,6 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,7 @@ from torch import Tensor, nn
 import learnkit.metrics as lk
 from learnkit.core.errors import MetricError
 from learnkit.metrics import classification as scores
-from learnkit.metrics.averages import (
-    AvgLoss,
-    AvgMetric,
-    SumMetric,
-    TorchMetric,
-)
+from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, TorchMetric
 from learnkit.metrics.base import AvgSmoothLoss, Metric
 from tests.helpers.resuming import through_a_file
 
@@ -154,14 +148,6 @@ TM: dict[str, tuple[Callable[[], Any], Any]] = {
     ),
     'pearson': (torchmetrics.PearsonCorrCoef, lambda n: tuple(t[:, 0] for t in numbers(n))),
     'running': (lambda: torchmetrics.wrappers.Running(torchmetrics.MeanSquaredError(), 4), numbers),
-    'classwise': (
-        lambda: Both(
-            torchmetrics.wrappers.ClasswiseWrapper(
-                torchmetrics.Accuracy('multiclass', num_classes=3, average=None)
-            )
-        ),
-        classes,
-    ),
     'collection': (
         lambda: Both(
             torchmetrics.MetricCollection(
@@ -266,24 +252,6 @@ class Around(Metric):
         return self.inner.value[0] + self.tm.compute()
 
 
-@dataclass
-class Fields(Metric):
-    scale: float
-    total: float = 0.0
-    seen: list[int] = field(default_factory=list)
-
-    def reset(self) -> None:
-        self.total, self.seen = 0.0, []
-
-    def accumulate(self, learn: Any) -> None:
-        self.total += float(learn.pred.sum())
-        self.seen.append(len(learn.pred))
-
-    @property
-    def value(self) -> Any:
-        return self.scale * self.total / sum(self.seen)
-
-
 class Wide(AvgMetric):
     "A subclass of a metric of the package with more state."
 
@@ -302,8 +270,8 @@ class Wide(AvgMetric):
 
 @pytest.mark.parametrize(
     'make',
-    [lambda: Mine(2), lambda: Around(Mine(3)), lambda: Fields(2.0), lambda: Wide(F.mse_loss)],
-    ids=['plain', 'nested', 'dataclass', 'subclass'],
+    [lambda: Mine(2), lambda: Around(Mine(3)), lambda: Wide(F.mse_loss)],
+    ids=['plain', 'nested', 'subclass'],
 )
 def test_a_metric_that_knows_nothing_of_states(make: Callable[[], Any]) -> None:
     goes_on(make, numbers)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import random
-import re
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,19 +18,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers, define_torchvision_operators
+from tests.peers.rows import (
+    EQUAL,
+    TOO_FAR,
+    Row,
+    compare_numbers,
+    define_torchvision_operators,
+    quiet_folder,
+    snippets,
+)
 
 define_torchvision_operators()
 
 import composer.algorithms as algorithms  # noqa: E402  # after the operators
 import composer.callbacks as callbacks  # noqa: E402
 from composer import Callback, Trainer  # noqa: E402
-from composer.loggers import (  # noqa: E402
-    ConsoleLogger,
-    FileLogger,
-    InMemoryLogger,
-    ProgressBarLogger,
-)
+from composer.loggers import ConsoleLogger, FileLogger, InMemoryLogger, ProgressBarLogger  # noqa: E402
 from composer.models import ComposerClassifier, HuggingFaceModel  # noqa: E402
 from composer.optim import DecoupledAdamW  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
@@ -44,24 +44,12 @@ from learnkit import Checkpoint, DataLoaders, Learner  # noqa: E402
 from learnkit.interop import from_composer  # noqa: E402
 
 # names, or beginnings of names, of values that no two runs share
-OF_THE_MACHINE = (
-    'throughput/',
-    'time/train',
-    'time/val',
-    'time/total',
-    'time/remaining',
-    'cpu_',
-    'disk_',
+OF_THE_MACHINE = tuple(
+    'throughput/ time/train time/val time/total time/remaining cpu_ disk_ network_'.split()
 )
-OF_THE_MACHINE += ('network_',)
 # hyperparameters that describe Composer and the machine
-OF_TRAINER = (
-    'composer_version',
-    'composer_commit_hash',
-    'num_nodes',
-    'num_cpus_per_node',
-    'node_name',
-    'rank_zero_seed',
+OF_TRAINER = tuple(
+    'composer_version composer_commit_hash num_nodes num_cpus_per_node node_name rank_zero_seed'.split()
 )
 
 
@@ -266,9 +254,7 @@ def numbers_of(o: Outcome) -> dict[str, torch.Tensor]:
 
 def run_case(case: Case, run: Callable[..., Outcome]) -> tuple[Outcome, Any]:
     "Run one side in an empty folder, without its output; return what `look` sees, too."
-    before, silent = os.getcwd(), io.StringIO()
-    with TemporaryDirectory() as folder, redirect_stderr(silent), redirect_stdout(silent):
-        os.chdir(folder)
+    with quiet_folder(), redirect_stderr(io.StringIO()):
         try:
             arguments = case.make()
             outcome = run(case.setting, **arguments)
@@ -276,8 +262,6 @@ def run_case(case: Case, run: Callable[..., Outcome]) -> tuple[Outcome, Any]:
             return outcome, seen
         except Exception as e:
             return Outcome({}, {}, {}, error=describe(e)), None
-        finally:
-            os.chdir(before)
 
 
 def compare(case: Case, part: str) -> Row:
@@ -648,25 +632,14 @@ def run_guide() -> None:
     "Run Composer's side of the guide, section by section; what needs a GPU may say so."
     names: dict[str, Any] = {}
     exec(GUIDE_IMPORTS, names)
-    cells = json.loads(GUIDE.read_text('utf-8'))['cells']
-    texts = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
-    before = os.getcwd()
     # a progress bar needs a file with a descriptor
-    with TemporaryDirectory() as folder, open(os.devnull, 'w') as void, redirect_stderr(void):
-        os.chdir(folder)
-        try:
-            for text in texts:
-                left = re.search(r'```python\n(.*?)```', text, re.DOTALL)
-                if left is None:
-                    continue
-                try:
-                    with redirect_stdout(io.StringIO()):
-                        exec(left[1], names)
-                except ValueError as e:
-                    if 'not supported for CPU' not in str(e):
-                        raise
-        finally:
-            os.chdir(before)
+    with quiet_folder(), open(os.devnull, 'w') as void, redirect_stderr(void):
+        for _, code in snippets(GUIDE):
+            try:
+                exec(code, names)
+            except ValueError as e:
+                if 'not supported for CPU' not in str(e):
+                    raise
 
 
 def rows() -> list[Row]:

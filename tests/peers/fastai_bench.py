@@ -8,11 +8,8 @@ epoch, because evaluation restores them in learnkit.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +24,8 @@ import learnkit
 from tests.peers import fastai_data as data
 from tests.peers.fastai_cases import CASES, NOT_RUN, Case
 from tests.peers.fastai_guide import guide_rows
-from tests.peers.fastai_vision import vision_rows
-from tests.peers.rows import TOO_FAR, Row, compare_numbers
+from tests.peers.fastai_vision import SeedEpochs, vision_rows
+from tests.peers.rows import TOO_FAR, Row, compare_numbers, quiet_folder
 
 # isort: split
 import fastai.learner as fastai_learner
@@ -39,15 +36,6 @@ from fastai.metrics import accuracy
 
 TOLERANCE = 2e-6  # relative: a mean of float32 values is added up in another order
 OPTIMIZERS = {fastai_learner.Learner: optimizer.SGD, learnkit.Learner: learnkit.SGD}
-
-
-class SeedEpochs(Callback):
-    "Seed every random generator with the number of the epoch."
-
-    order = -100
-
-    def before_epoch(self) -> None:
-        data.seed_generators(self.epoch)
 
 
 class CountSteps(Callback):
@@ -130,12 +118,8 @@ def compare_case(case: Case) -> Row:
     outcomes = []
     for library in OPTIMIZERS:
         try:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                contextlib.chdir(folder),
-                contextlib.redirect_stdout(io.StringIO()),
-            ):
-                outcomes.append(train(case, library, Path(folder)))
+            with quiet_folder() as folder:
+                outcomes.append(train(case, library, folder))
         except Exception as error:
             traceback.print_exc()
             name = 'learnkit' if library is learnkit.Learner else 'fastai'

@@ -218,10 +218,7 @@ CASES = [
         lambda: [cb.FetchPredsCallback(with_input=True, with_decoded=True)],
         lambda learn: {'preds': learn.fetch_preds.preds},
     ),
-    Case(
-        'Recorder',
-        lambda: [fastai_learner.Recorder(train_metrics=True)],
-    ),
+    Case('Recorder', lambda: [fastai_learner.Recorder(train_metrics=True)]),
     Case('CastToTensor', lambda: [fastai_learner.CastToTensor()], **PICTURES),
     Case(
         'SkipToEpoch', lambda: [fastai_learner.SkipToEpoch(1)], fit=lambda learn: learn.fit(3, 0.1)
@@ -244,11 +241,7 @@ CASES = [
         lambda: [cb.ParamScheduler({'lr': cb.SchedCos(0.1, 0.01), 'mom': cb.SchedLin(0.9, 0.5)})],
         lambda learn: {'hps': learn.recorder.hps},
     ),
-    Case(
-        'LRFinder',
-        lambda: [],
-        fit=lambda learn: learn.fit(3, cbs=cb.LRFinder(num_it=12)),
-    ),
+    Case('LRFinder', lambda: [], fit=lambda learn: learn.fit(3, cbs=cb.LRFinder(num_it=12))),
     Case('MixedPrecision', lambda: [cb.MixedPrecision()]),
     Case('MixedPrecision(bf16)', lambda: [cb.MixedPrecision(amp_mode='bf16')]),
     Case(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import re
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import ROOT
 from tests.peers import fastai_data as data
-from tests.peers.rows import Row
+from tests.peers.rows import Row, quiet_folder, snippets
 
 GUIDE = ROOT / 'nbs' / 'from_fastai.ipynb'
 PART = "fastai's code in the guide"
@@ -38,22 +32,7 @@ from fastai.vision.all import *
 from tests.peers.fastai_vision import small_net as resnet18
 files = get_image_files(dls.path)
 """
-WHY = {
-    'Several processes': 'write `learn.distributed()`',
-}
-
-
-def snippets() -> Iterator[tuple[str, str]]:
-    "Yield each section's title and the code on its left."
-    cells = json.loads(GUIDE.read_text('utf-8'))['cells']
-    title = ''
-    for cell in cells:
-        text = ''.join(cell['source'])
-        heading = re.search(r'^## (.*)', text, re.MULTILINE)
-        title = heading[1] if heading else title
-        blocks = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
-        if cell['cell_type'] == 'markdown' and blocks:
-            yield title, blocks[0]
+WHY = {'Several processes': 'write `learn.distributed()`'}
 
 
 def set_up() -> str:
@@ -68,13 +47,9 @@ def run_all(imports: str) -> dict[str, Exception | None]:
     "Run the snippets in order with these names, and return the error of each, or None."
     names: dict[str, Any] = {'__name__': 'guide'}
     errors: dict[str, Exception | None] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
+    with quiet_folder():
         exec(f'{imports}\n{set_up()}', names)
-        for title, code in snippets():
+        for title, code in snippets(GUIDE):
             if title == WITH_FASTAI:
                 continue
             errors[title] = None
@@ -87,13 +62,9 @@ def run_all(imports: str) -> dict[str, Exception | None]:
 
 def run_with_fastai() -> None:
     "Run the section that trains fastai's model on fastai's data in a learnkit Learner."
-    code = dict(snippets())[WITH_FASTAI]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        exec(f'{BOTH}\n{code}', {'__name__': 'guide', 'dls': data.pictures(Path(folder))})
+    code = dict(snippets(GUIDE))[WITH_FASTAI]
+    with quiet_folder() as folder:
+        exec(f'{BOTH}\n{code}', {'__name__': 'guide', 'dls': data.pictures(folder)})
 
 
 def guide_rows() -> list[Row]:

@@ -7,11 +7,8 @@ The same script runs in a learnkit Learner and in fastai's: a DataBlock of pictu
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from torch import nn
 
 import learnkit
 from tests.peers import fastai_data as data
-from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
+from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers, quiet_folder
 
 # isort: split
 import matplotlib.pyplot as plt
@@ -163,12 +160,7 @@ def interpret(learn: Any) -> dict[str, torch.Tensor]:
 
 def vision_rows() -> list[Row]:
     "Return the rows of the vision run."
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        root = Path(folder)
+    with quiet_folder() as root:
         theirs = fine_tune(make_fastai(root, [SeedEpochs(), MixUp(0.4)]))
         ours = fine_tune(make_learnkit(root, [SeedEpochs(), MixUp(0.4)]))
         resumed = compare_resumed(root)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -403,28 +404,17 @@ def run_errors() -> None:
         ),
     ]
     for case, error in cases:
-        with TemporaryDirectory() as folder:
-            expect(error, partial(run_learner, case, Path(folder)))
-
-
-def expect(error: type[Exception], f: Callable[[], Any]) -> None:
-    try:
-        f()
-    except error:
-        return
-    raise AssertionError(f'{error.__name__} was not raised')
+        with TemporaryDirectory() as folder, pytest.raises(error):
+            run_learner(case, Path(folder))
 
 
 def run_resumes() -> None:
     "Resume callbacks with a state and with files, and one that cannot be resumed."
     for case in CASES:
         if case.cls in (ks.BestCheckpointCallback, ks.EmaCallback):
-            with TemporaryDirectory() as folder:
-                run = partial(run_killed, case, Path(folder))
-                if case.refuses:
-                    expect(NotImplementedError, run)
-                else:
-                    run()
+            refuses = pytest.raises(NotImplementedError) if case.refuses else nullcontext()
+            with TemporaryDirectory() as folder, refuses:
+                run_killed(case, Path(folder))
 
 
 def rows() -> list[Row]:

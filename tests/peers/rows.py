@@ -6,14 +6,18 @@ A bench is a module with a function `rows()` that returns a list of `Row`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,6 +61,29 @@ def compare_numbers(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
     if not furthest:
         return EQUAL
     return next((f'within {limit:g}' for limit in LIMITS if furthest < limit), TOO_FAR)
+
+
+@contextlib.contextmanager
+def quiet_folder() -> Iterator[Path]:
+    "Work in an empty folder, without what is printed."
+    with (
+        TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        yield Path(folder)
+
+
+def snippets(guide: Path) -> Iterator[tuple[str, str]]:
+    "Yield the title of each section of a guide, and the code on its left."
+    title = ''
+    for cell in json.loads(guide.read_text('utf-8'))['cells']:
+        text = ''.join(cell['source'])
+        heading = re.search(r'^## (.*)', text, re.MULTILINE)
+        title = heading[1] if heading else title
+        blocks = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+        if cell['cell_type'] == 'markdown' and blocks:
+            yield title, blocks[0]
 
 
 def define_torchvision_operators() -> None:

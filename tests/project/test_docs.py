@@ -78,6 +78,10 @@ def rows(text: str, heading: str = '') -> list[list[str]]:
     ][1:]
 
 
+# names in the guide's Python, or told as text
+SHOWN = 'from set_hyper hypers torch opt_func plot_loss plot_sched plot_lr_find'.split()
+
+
 def test_the_names_for_those_who_come_from_fastai_exist() -> None:
     named = 0
     for old, new, _ in rows(markdown(ROOT / 'nbs/from_fastai.ipynb'), '## Names, one by one'):
@@ -85,17 +89,8 @@ def test_the_names_for_those_who_come_from_fastai_exist() -> None:
             match = re.match(r'(?:learn\.)?(?:opt\.|recorder\.)?([A-Za-z_]\w*)', code)
             assert match is not None, code
             name = match[1]
-            if name in (
-                'from',
-                'set_hyper',
-                'hypers',
-                'torch',
-                'opt_func',
-                'plot_loss',
-                'plot_sched',
-                'plot_lr_find',
-            ):
-                continue  # shown in the guide's Python, or told as text
+            if name in SHOWN:
+                continue
             assert (
                 hasattr(Learner, name) if code.startswith('learn.') else hasattr(learnkit.all, name)
             ), code

@@ -27,29 +27,10 @@ NAMES = Path(__file__).with_name('public_names.txt')
 
 # A package imports only from those before it, in functions and for type checkers as well; `learnkit` is the package's
 # own `__init__`.
-PACKAGES = [
-    'core',
-    'optim',
-    'losses',
-    'data',
-    'metrics',
-    'engine',
-    'checkpoint',
-    'distributed',
-    'inference',
-    'callbacks',
-    'monitors',
-    'loggers',
-    'debug',
-    'learner',
-    'sklearn',
-    'interop',
-    'learnkit',
-    'testing',
-    'demo',
-    'all',
-    '__main__',
-]
+PACKAGES = (
+    'core optim losses data metrics engine checkpoint distributed inference callbacks '
+    'monitors loggers debug learner sklearn interop learnkit testing demo all __main__'
+).split()
 
 
 # modules that other packages build on: they import from `core` alone
@@ -97,24 +78,15 @@ def test_import_loads_nothing_heavy() -> None:
     assert not heavy & added
 
 
-def test_import_touches_no_gpu_and_no_signal_handler() -> None:
+def test_import_touches_no_gpu_no_signal_handler_and_no_random_number() -> None:
     output_of(
-        'import signal, torch\n'
+        'import random, signal, numpy, torch\n'
         'def handlers(): return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n'
-        'before = handlers()\n'
+        'def numbers(): return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n'
+        'before = handlers(), numbers()\n'
         'import learnkit\n'
         'assert not torch.cuda.is_initialized()\n'
-        'assert handlers() == before'
-    )
-
-
-def test_import_draws_no_random_number() -> None:
-    output_of(
-        'import random, numpy, torch\n'
-        'def state(): return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n'
-        'before = state()\n'
-        'import learnkit\n'
-        'assert state() == before'
+        'assert (handlers(), numbers()) == before'
     )
 
 
@@ -193,25 +165,19 @@ def test_the_notebook_line_brings_fastcore_as_fastai_does() -> None:
     assert exported.defaults is importlib.import_module('learnkit').defaults
 
 
-PUBLIC = [
-    '',
-    '.callbacks',
-    '.monitors',
-    '.metrics',
-    '.losses',
-    '.loggers',
-    '.optim',
-    '.data',
-    '.testing',
-    '.distributed',
-    '.interop',
-    '.sklearn',
-]
+PUBLIC = (
+    '. .callbacks .monitors .metrics .losses .loggers .optim .data .testing .distributed '
+    '.interop .sklearn'
+).split()
 
 
 def test_public_names() -> None:
-    modules = [importlib.import_module(f'learnkit{path}') for path in PUBLIC]
+    modules = [importlib.import_module(f'learnkit{path}'.rstrip('.')) for path in PUBLIC]
     names = [f'{module.__name__}.{name}' for module in modules for name in sorted(module.__all__)]
+    # names are lazy
+    assert all(getattr(module, name) is not None for module in modules for name in module.__all__)
+    with pytest.raises(AttributeError, match='nothing_of_the_kind'):
+        _ = learnkit.nothing_of_the_kind
     if os.environ.get('LEARNKIT_UPDATE_NAMES'):
         NAMES.write_text('\n'.join(names) + '\n', 'utf-8')
 
@@ -289,21 +255,3 @@ def test_benchmarks_train_alike(subject: str) -> None:
 
     for expected, got in zip(weights('raw'), weights(subject), strict=True):
         assert torch.equal(expected, got)
-
-
-@pytest.mark.parametrize(
-    'package',
-    [
-        'learnkit',
-        'learnkit.callbacks',
-        'learnkit.monitors',
-        'learnkit.metrics',
-        'learnkit.optim',
-        'learnkit.data',
-    ],
-)
-def test_every_lazy_name_exists(package: str) -> None:
-    module = importlib.import_module(package)
-    assert all(getattr(module, name) is not None for name in module.__all__)
-    with pytest.raises(AttributeError, match='nothing_of_the_kind'):
-        _ = module.nothing_of_the_kind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,16 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import (
-    Callback,
-    CancelEpochException,
-    DataLoaders,
-    GradientAccumulation,
-    Learner,
-)
-from learnkit.callbacks import LRFinder, LRMonitor, LRScheduler
+from learnkit import Callback, CancelEpochException, DataLoaders, Learner
+from learnkit.callbacks import LRFinder
 from learnkit.data import Evaluator
-from learnkit.loggers.base import Logger
 
 X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
 Y = X.sum(1, keepdim=True)
@@ -87,70 +79,6 @@ def test_pred_is_what_the_model_returned() -> None:
     assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
     preds, _ = learn.get_preds()
     torch.testing.assert_close(preds, learn.model.lin(X).detach(), rtol=0, atol=1e-12)
-
-
-# -- gradients before a step -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('options', [{'cbs': []}, {'microbatch': 8}])
-def test_before_step_has_the_gradients_of_a_step(options: dict[str, Any]) -> None:
-    norms = []
-
-    def note(cb: Callback) -> None:
-        norms.append(nn.utils.get_total_norm([p.grad for p in cb.model.parameters()]).item())
-
-    options = {**options, 'cbs': [Callback(before_step=note, after_step=note)]}
-    learn = learner(**options)
-    learn.add_cb(GradientAccumulation(32))
-    learn.fit(2)
-
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1).double()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for x, y in [(X[:32], Y[:32]), (X[32:], Y[32:])] * 2:
-        opt.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        expected += 2 * [nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()]
-        opt.step()
-    assert norms == pytest.approx(expected, abs=1e-12)
-
-
-# -- rates -----------------------------------------------------------------------------------------
-
-
-class RateLogger(Logger):
-    def __init__(self) -> None:
-        super().__init__('1ba')
-        self.rates: list[float] = []
-        self.params: list[dict[str, Any]] = []
-
-    def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        self.rates += [values['lr']] if 'lr' in values else []
-
-    def log_params(self, params: dict[str, Any]) -> None:
-        self.params.append(params)
-
-
-def test_loggers_and_monitors_write_the_rate_of_the_step() -> None:
-    def note(cb: Callback) -> None:
-        used.append(cb.opt.hypers[0]['lr'])
-
-    def note_after(cb: Callback) -> None:
-        if cb.training:
-            seen.append(cb.opt.hypers[0]['lr'])
-
-    used: list[float] = []
-    seen: list[float] = []
-    log = RateLogger()
-    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    own = Callback(before_step=note, after_batch=note_after)
-    learn = learner(cbs=[LRScheduler(halve, by='batch'), LRMonitor('1ba'), own, log])
-    learn.fit(2)
-    expected = [0.1 * 0.5**i for i in range(6)]
-    assert used == seen == log.rates == learn.recorder.lrs == pytest.approx(expected)
-    assert learn.history[1]['lr-SGD/group0'] == pytest.approx(expected[-1])
-    assert learn.opt.hypers[0]['lr'] == pytest.approx(0.1 * 0.5**6)
 
 
 # -- searches --------------------------------------------------------------------------------------

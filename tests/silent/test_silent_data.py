@@ -43,31 +43,6 @@ def regression(**kwargs: Any) -> Learner:
     return learn
 
 
-def mean_square(learn: Any, x: Tensor, y: Tensor) -> float:
-    "Return the loss of all samples in one pass of plain torch."
-    with torch.no_grad():
-        return float((learn.model(x) - y).square().mean())
-
-
-# -- evaluations that a callback starts ------------------------------------------------------------
-
-
-def test_validate_in_after_epoch() -> None:
-    test = points(10, 3)
-    found: list[tuple[float, float]] = []
-
-    def evaluate(cb: Any) -> None:
-        now = cb.learn.validate(dl=[test])[0]
-        found.append((now, mean_square(cb.learn, *test)))
-
-    learn = regression(cbs=Callback(after_epoch=evaluate))
-    learn.fit(3)
-    assert len(found) == 3
-    for now, independent in found:
-        assert now == pytest.approx(independent, rel=1e-12)
-    assert learn.validate(dl=[test])[0] == pytest.approx(found[-1][1], rel=1e-12)
-
-
 # -- targets ---------------------------------------------------------------------------------------
 
 
@@ -351,8 +326,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ('kind', 'at'),
-    [*product(['endless', 'ends', 'torch'], [1, 4, -1, -2]), ('workers', 4)],
+    ('kind', 'at'), [*product(['endless', 'ends', 'torch'], [1, 4, -1, -2]), ('workers', 4)]
 )
 def test_a_stream_resumes_exactly(kind: str, at: int) -> None:
     learn = streaming(LOADERS[kind](), 3)
@@ -369,40 +343,6 @@ def test_a_stream_resumes_exactly(kind: str, at: int) -> None:
         one.fit(1)
         one.close()
     assert later.notes.seen[-3:] == learn.notes.seen[-3:]
-
-
-class Shuffled:
-    "A loader like accelerate's, whose `state_dict` raises."
-
-    def __init__(self) -> None:
-        self.gen = torch.Generator().manual_seed(5)
-
-    def __iter__(self) -> Iterator[Any]:
-        for i in torch.randperm(6, generator=self.gen).tolist():
-            yield (
-                torch.full((2, 1), float(i), dtype=torch.float64),
-                torch.ones(2, 1, dtype=torch.float64),
-            )
-
-    def __len__(self) -> int:
-        return 6
-
-    def state_dict(self) -> dict[str, Any]:
-        raise AttributeError('base_dataloader has no state_dict')
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        raise AssertionError
-
-
-def test_a_loader_whose_state_dict_raises_is_resumed_by_replaying() -> None:
-    learn = streaming(Shuffled(), 6)
-    learn.notes.save_at = 2
-    with pytest.warns(UserWarning, match='Shuffled.*AttributeError'):
-        learn.fit(2)
-    later = streaming(Shuffled(), 6)
-    later.fit(2, resume=learn.notes.saved)
-    assert later.notes.seen == learn.notes.seen[2:] and len(learn.notes.seen) == 12
-    assert torch.equal(later.model.weight, learn.model.weight)
 
 
 # -- the end of a Learner --------------------------------------------------------------------------
@@ -561,30 +501,6 @@ def test_bad_dicts_are_errors_before_the_first_step() -> None:
         with pytest.raises(MetricError):
             learn.fit(1)
         assert torch.equal(learn.model.weight, before)
-
-
-@pytest.mark.parametrize('form', ['tensor', 'numpy'])
-def test_a_batch_that_is_changed_in_place_leaves_the_data(form: str) -> None:
-    sets = points(8, 1), points(6, 2)
-    before = copy.deepcopy(sets)
-    given = [(x.numpy(), y.numpy()) if form == 'numpy' else (x, y) for x, y in sets]
-    for shuffle in (True, False):
-        dls = DataLoaders.from_tensors(*given, bs=4, shuffle=shuffle)
-        learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss())
-        learn.logger = lambda r: None
-
-        def halve(cb: Callback) -> None:
-            for t in (*cb.learn.xb, *cb.learn.yb):
-                t.mul_(0.5)
-
-        learn.fit(1, cbs=Callback(before_batch=halve))
-        learn.validate(cbs=Callback(before_batch=halve))
-        learn.get_preds(cbs=Callback(before_batch=halve))
-    pairs = [
-        (a, b) for old, new in zip(before, sets, strict=True) for a, b in zip(old, new, strict=True)
-    ]
-    change = max((a - b).abs().max().item() for a, b in pairs)
-    assert change == 0
 
 
 CROSS_ENTROPIES = (

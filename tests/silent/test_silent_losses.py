@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnkit import DataLoaders, GradientAccumulation, Learner
 from learnkit.metrics import Perplexity
 from tests.helpers.ranks import run_ranks
 from tests.silent.test_silent_means import (
@@ -21,7 +21,6 @@ from tests.silent.test_silent_means import (
     joined,
     learner,
     make_model,
-    penalty,
     plain_weights,
     weights_of,
 )
@@ -190,31 +189,3 @@ def test_ragged_batches_are_weighted_by_elements(kind: str) -> None:
     learn = learner((batches, batches), loss_func, model=nn.Sequential(nn.Identity()))
     (loss,) = learn.validate()
     assert loss == pytest.approx(expected, rel=1e-13)
-
-
-# -- the loss with its graph -----------------------------------------------------------------------
-
-
-class Penalty(Callback):
-    order = 0
-
-    def before_backward(self) -> None:
-        self.learn.loss_grad = self.loss + penalty(self.learn.model)
-
-
-WAYS: dict[str, Callable[..., Learner]] = {
-    'loss_grad': lambda batches: learner(batches, F.cross_entropy, Penalty()),
-    'microbatches': lambda batches: learner(batches, F.cross_entropy, Penalty(), microbatch=3),
-}
-
-
-@pytest.mark.parametrize('way', WAYS)
-def test_both_terms_train(way: str) -> None:
-    batches = class_batches([8] * 4)
-    learn = WAYS[way](batches)
-    learn.fit(1)
-    now = distance(weights_of(learn.model), plain_weights(batches, F.cross_entropy, penalty))
-    assert now < 1e-12
-
-
-# -- processes -------------------------------------------------------------------------------------

@@ -308,6 +308,3 @@ def test_weight_func_of_tokens() -> None:
     expected = of_tokens(make_model()(x), y).item()
     (loss,) = learn.validate()
     assert loss == pytest.approx(expected, abs=1e-13)
-
-
-# -- the training loss -----------------------------------------------------------------------------

@@ -185,16 +185,6 @@ class Weighted(nn.Module):
         return mse_loss(pred, target) * torch.exp(-self.log_var) + self.log_var
 
 
-def test_parameters_of_the_loss_are_trained() -> None:
-    model, other, loss, plain_loss = net(), net(), Weighted(), Weighted()
-    learn = learner(model, loss_func=loss, opt_func=torch.optim.SGD, lr=LR, splitter=split)
-    learn.fit(1)
-    plain = torch.optim.SGD([*other.parameters(), *plain_loss.parameters()], lr=LR)
-    train_plainly(other, plain, plain_loss)
-    assert gap(model, other) == 0 and torch.equal(loss.log_var, plain_loss.log_var)
-    assert learn.opt.param_lists[-1][-1] is loss.log_var
-
-
 @pytest.mark.parametrize('adds', [False, True])
 @pytest.mark.parametrize('maker', [torch.optim.Adam, partial(torch.optim.LBFGS, max_iter=3)])
 def test_a_loss_is_trained_once_whoever_adds_it(maker: Any, adds: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -80,29 +79,6 @@ def test_loss_of_targets_that_are_nan() -> None:
     x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[0.0, 0.0], [torch.nan, 2.0]])
     *_, losses = Learner([(x, y)], nn.Identity(), mse_of_known).get_preds(0, with_loss=True)
     assert losses.tolist() == [2.5, 9.0]
-
-
-# -- losses that show no parameters ----------------------------------------------------------------
-
-
-class WrappedLoss:
-    "A loss whose signature is that of the module it wraps, `(*args, **kwargs)`, as fastai's losses."
-
-    def __init__(self) -> None:
-        self.func = nn.CrossEntropyLoss()
-        self.n_calls = 0
-        functools.update_wrapper(self, self.func)
-
-    def __call__(self, pred: Tensor, targ: Tensor) -> Tensor:
-        self.n_calls += 1
-        return self.func(pred, targ)
-
-
-def test_a_loss_of_args_is_not_called_without_targets() -> None:
-    loss = WrappedLoss()
-    learn = Learner([(torch.zeros(4, 3),)], nn.Linear(3, 2), loss, default_cbs=False)
-    learn.validate(0)
-    assert loss.n_calls == 0
 
 
 # -- one item --------------------------------------------------------------------------------------

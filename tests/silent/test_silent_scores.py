@@ -6,67 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-import scipy.stats
 import sklearn.metrics
 import torch
 import torchmetrics.functional
 from torch import Tensor, nn
 
-from learnkit import SGD, APScoreBinary, DataLoaders, Learner, RocAucBinary, TensorLoader
-from learnkit.metrics import (
-    APScoreMulti,
-    ExplainedVariance,
-    Metric,
-    PearsonCorrCoef,
-    R2Score,
-    RocAuc,
-    RocAucMulti,
-    SpearmanCorrCoef,
-)
-
-
-def time_stamps() -> tuple[Tensor, Tensor]:
-    "Predicted and true times in seconds since 1970, within a minute or two of 1.7e9."
-    rng = np.random.default_rng(2)
-    targ = 1.7e9 + 60 * rng.standard_normal(50)
-    pred = targ + 20 * rng.standard_normal(50) + 3
-    return torch.tensor(pred), torch.tensor(targ)
-
-
-def value_of(metric: Metric, pred: Tensor, targ: Tensor) -> float:
-    "The value of a validation with batches of 7, by a model that returns its inputs."
-    loader = TensorLoader(pred, targ, bs=7)
-    learn = Learner([(pred, targ)], nn.Identity(), nn.MSELoss(), metrics=metric)
-    with learn.no_bar():
-        return learn.validate(dl=loader)[1]
-
-
-def pearson(targ: Any, pred: Any) -> float:
-    return scipy.stats.pearsonr(targ, pred)[0]
-
-
-def spearman(targ: Any, pred: Any) -> float:
-    return scipy.stats.spearmanr(targ, pred)[0]
-
-
-SCORES: dict[str, tuple[type[Metric], Callable[[Any, Any], float]]] = {
-    'R2Score': (R2Score, sklearn.metrics.r2_score),
-    'ExplainedVariance': (ExplainedVariance, sklearn.metrics.explained_variance_score),
-    'PearsonCorrCoef': (PearsonCorrCoef, pearson),
-    'SpearmanCorrCoef': (SpearmanCorrCoef, spearman),
-}
-
-
-@pytest.mark.parametrize('name', SCORES)
-def test_scores_far_from_zero(name: str) -> None:
-    metric, reference = SCORES[name]
-    pred, targ = time_stamps()
-    expected = reference(targ.numpy(), pred.numpy())
-    now = value_of(metric(), pred, targ)
-    assert now == pytest.approx(expected, rel=1e-6)
-    assert metric()(pred, targ) == pytest.approx(expected, rel=1e-6)
+from learnkit import SGD, APScoreBinary, DataLoaders, Learner, RocAucBinary
+from learnkit.metrics import APScoreMulti, RocAuc, RocAucMulti
 
 
 def confident() -> tuple[Tensor, Tensor]:

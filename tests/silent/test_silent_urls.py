@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import (
-    Checkpoint,
-    CSVLogger,
-    Learner,
-    OptionError,
-    SaveModelCallback,
-    WandbLogger,
-)
+from learnkit import Checkpoint, CSVLogger, Learner, OptionError, SaveModelCallback, WandbLogger
 from learnkit.inference.gather import GatherPredsCallback
 from learnkit.testing import synth_learner
 

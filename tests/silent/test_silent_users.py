@@ -171,9 +171,6 @@ def test_ignored_targets_count_in_no_metric() -> None:
     assert foreground_acc(maps, targets) == 1 and DiceMulti()(maps, targets) == 1
 
 
-# -- layers ----------------------------------------------------------------------------------------
-
-
 # -- predictions -----------------------------------------------------------------------------------
 
 
