@@ -17,12 +17,14 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnkit.core.batch import are_equal, map_tensors
-from learnkit.core.errors import CheckpointError, OptionError
-from learnkit.core.plain import to_plain
+from learnkit.core.batch import are_equal
+from learnkit.core.errors import CheckpointError
+from learnkit.core.plain import ATOMS, map_plain
 from learnkit.core.random import (
     capture_rng,
     preserved_rng,
@@ -43,6 +45,7 @@ from learnkit.data.torch_loader import (
 )
 
 State = dict[str, Any]
+_ARRAY = '__array__'  # key that marks a tensor made of a NumPy array
 _END = object()  # marks the end of a loader, as the default of `next`
 
 
@@ -73,8 +76,10 @@ class LoaderPosition:
     ):
         self.dl = dl
         self.n_before = n_before
-        # states of all generators just before `iter(dl)`; None before the epoch
+        # states of all generators just before `iter(dl)`; None before `begin`
         self.start: State | None = None
+        # states of the global generators just before the first batch, if they draw the order then
+        self.first: State | None = None
         self.n_workers = getattr(dl, 'num_workers', 0) or 0
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
@@ -107,27 +112,32 @@ class LoaderPosition:
             self._restore_between_epochs(state['workers_run'])
         else:
             self.start = state['start']
+            self.first = state['first']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
 
-    def begin(self) -> Iterator[Any]:
+    def begin(
+        self,
+        draws_between: bool = True,  # whether random numbers may be drawn before the first batch
+    ) -> Iterator[Any]:
         """Return the iterator over the remaining batches of the epoch.
 
-        Without workers, an epoch starts when its first batch is drawn, so that the captured generators are those that
-        draw the order. Raises `CheckpointError` if the epoch ends before the batch of a resumed position."""
-        if self.start is not None:
-            return self._resume_epoch()
-        if self.n_workers:
-            return self._start_epoch()
-        return chain.from_iterable(self._start_later())
+        Raises `CheckpointError` if the epoch ends before the batch of a resumed position."""
+        is_resumed = self.start is not None
+        if is_resumed:
+            batches = self._resume_epoch()
+        else:
+            self._workers_ran = self.workers > 0 and workers_run(self.dl)
+            self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
+            batches = iter(self.dl)
+        if self.first is not None or self._n_skipped or not (is_resumed or draws_between):
+            return batches
+        return chain(self._capture_first(), batches) if _may_draw_late(self.dl) else batches
 
-    def _start_epoch(self) -> Iterator[Any]:
-        self._workers_ran = self.workers > 0 and workers_run(self.dl)
-        self.start = _capture(self.dl, with_global=True)
-        return iter(self.dl)
-
-    def _start_later(self) -> Iterator[Iterator[Any]]:
-        yield self._start_epoch()
+    def _capture_first(self) -> Iterator[Any]:
+        "Capture the global generators when the first batch is drawn; yield nothing."
+        self.first = capture_rng()
+        yield from ()
 
     def state_dict(
         self,
@@ -144,12 +154,13 @@ class LoaderPosition:
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
             state = _loader_state(self.dl)
             if state is not None:
-                now['loader'] = state
+                now['loader'] = _mark_arrays(state, f'The state of {type(self.dl).__name__}')
         return {
             'loader': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
             'start': self.start,
+            'first': self.first,
             'now': now,
             'workers': self.workers,
             'workers_ran': self._workers_ran,
@@ -163,11 +174,10 @@ class LoaderPosition:
     ) -> list[Any] | None:
         """Return the data set indices of batch `i`, recomputed with all generators preserved.
 
-        Returns None before the first batch, and for loaders other than torch's DataLoader and `TensorLoader`.
+        Returns None before `begin`, and for loaders other than torch's DataLoader and `TensorLoader`.
 
         >>> position = LoaderPosition(DataLoader(range(5), batch_size=2))
         >>> batches = position.begin()
-        >>> _ = next(batches)
         >>> position.indices(1)
         [2, 3]
         """
@@ -194,16 +204,10 @@ class LoaderPosition:
         if self.start is None or not n_drawn or not _has_index_lists(dl):
             return
         if not dl.in_order and dl.num_workers:
-            warn_user(
-                'A DataLoader with in_order=False gives batches as its workers finish them: after a resume, some '
-                'batches of the epoch come twice and some not at all. Exact: in_order=True.'
-            )
+            _warn_of_order()
             return
         if dl.persistent_workers:
-            warn_user(
-                'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
-                'samples fetched with random numbers will differ after a resume. Exact: persistent_workers=False.'
-            )
+            _warn_of_persistent_workers()
         parts = find_own_parts(_unshard(dl))
         samplers = [type(part).__name__ for path, part in parts if belongs_to_sampler(path)]
         if not samplers:
@@ -228,7 +232,7 @@ class LoaderPosition:
             with preserved_rng():
                 _skip(dl, self.n_before)
         if 'loader' in self._own_state:
-            dl.load_state_dict(self._own_state['loader'])
+            dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
         _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
@@ -240,32 +244,38 @@ class LoaderPosition:
         "Return the iterator over the remaining batches, and leave the global generators unchanged."
         dl = self.dl
         n = self._n_skipped
+        current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
         if self.n_workers:
             forget_workers(dl)  # of an interrupted pass of this process
-        with preserved_rng():
+        try:
             if isinstance(dl, Iterator):
                 _skip(dl, self.n_before + n)
                 return dl
-            must_replay = self._must_replay()
-            if _has_index_lists(dl) and (self._workers_ran or not must_replay):
-                return self._resume_by_index(n)
-            _restore(dl, self.start)
+            if _has_index_lists(dl):
+                return self._resume_by_index(n, current)
             if _is_tensor_loader(dl):
+                _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._own_state and not must_replay:
-                dl.load_state_dict(self._own_state['loader'])
+            elif 'loader' in self._own_state and not self._must_replay():
+                _restore(dl, self.start)  # the loader may draw its order again
+                dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
                 batches = iter(dl)
             else:
-                batches = iter(dl)
-                _skip(batches, n)
+                return self._replay(n, current)
             _restore_own_state(dl, self._own_state)
             return batches
+        finally:
+            restore_rng(current)
 
-    def _resume_by_index(self, n: int) -> Iterator[Any]:
-        "Rebuild the loader with a sampler that yields the remaining index lists first."
+    def _resume_by_index(self, n: int, current: State) -> Iterator[Any]:
         dl = self.dl
+        if not dl.in_order and dl.num_workers:
+            _warn_of_order()
+        if self._must_replay() and not self._workers_ran:
+            return self._replay(n, current)
+
         lists = self._restart_index_lists()
         _skip(lists, n)
         _restore_own_state(dl, self._own_state)
@@ -279,10 +289,14 @@ class LoaderPosition:
     def _restart_index_lists(self) -> Iterator[Any]:
         "Start the epoch's sampler as torch did, with every generator restored to the start of the epoch."
         dl = self.dl
+        first = None if self.workers else self.first
         _restore(dl, self.start)
         if isinstance(dl, Shard):
-            return self.dl.batch_lists(self.workers, self._workers_ran)
-        return start_lists(dl, self.workers, self._workers_ran)
+            return self.dl.batch_lists(self.workers, self._workers_ran, first)
+        lists = start_lists(dl, self.workers, self._workers_ran)
+        if first is not None:
+            restore_rng(first)
+        return lists
 
     def _must_replay(self) -> bool:
         "Return True if workers have to fetch consumed samples again, so that their generators advance."
@@ -297,12 +311,30 @@ class LoaderPosition:
             return False
         return self.n_workers > 0
 
+    def _replay(self, n: int, current: State) -> Iterator[Any]:
+        "Iterate from the start of the epoch and discard the consumed batches."
+        dl = self.dl
+        _restore(dl, self.start)
+        batches = iter(dl)
+        if self.first is not None:
+            restore_rng(self.first)
+        after_first = _skip(batches, n)
+        if isinstance(getattr(dl, 'dataset', None), IterableDataset):
+            _warn_of_shared_draws(after_first, current)
+        _restore_own_state(dl, self._own_state)
+        return batches
+
 
 # -- kinds of loaders ------------------------------------------------------------------------------
 
 
 def _is_tensor_loader(dl: Any) -> bool:
     return isinstance(dl, TensorLoader) and type(dl).__iter__ is TensorLoader.__iter__
+
+
+def _draws_from_own_generator(dl: Any) -> bool:
+    "Return True for a TensorLoader, unless `shuffle` was set later: then it draws from torch's global generator."
+    return type(dl) is TensorLoader and (dl.generator is not None or not dl.shuffle)
 
 
 def _has_index_lists(dl: Any) -> bool:
@@ -320,23 +352,26 @@ def _has_state(dl: Any) -> bool:
 
 
 def _loader_state(dl: Any) -> Any:
-    """Return a copy of `dl.state_dict()`; warn and return None if `state_dict` raises.
+    """Return `dl.state_dict()`; warn and return None if `state_dict` raises.
 
     accelerate's loaders raise if the wrapped loader has no `state_dict`.
     """
-    name = type(dl).__name__
     try:
-        state = dl.state_dict()
+        return dl.state_dict()
     except Exception as e:
         warn_user(
-            f'{name}.state_dict() raised {type(e).__name__}: {e}. A resumed run draws the batches from the '
-            "epoch's start again, which is exact only if they come in the same order."
+            f'{type(dl).__name__}.state_dict() raised {type(e).__name__}: {e}. The position of the '
+            'training loader is saved without that state: a resumed run draws its batches from the '
+            "epoch's start again, which is exact only if they come in the same order again."
         )
         return None
-    try:
-        return map_tensors(to_plain(state, f'The state of {name}'), Tensor.clone)
-    except OptionError as e:
-        raise CheckpointError(str(e)) from None
+
+
+def _may_draw_late(dl: Any) -> bool:
+    "Return True if a loader may draw the random order of the epoch with its first batch."
+    if type(dl) in (list, tuple) or isinstance(dl, Iterator) or _is_tensor_loader(dl):
+        return False
+    return not (_has_index_lists(dl) and (dl.num_workers or isinstance(dl, Shard)))
 
 
 def _unshard(dl: Any) -> Any:
@@ -359,12 +394,24 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     }
 
 
-_KEYS = {'loader', 'n', 'n_before', 'start', 'now', 'workers', 'workers_ran', 'workers_run'}
+_ENTRIES: dict[str, Any] = {
+    'loader': dict,
+    'n': int,
+    'n_before': int,
+    'start': (dict, type(None)),
+    'first': (dict, type(None)),
+    'now': dict,
+    'workers': int,
+    'workers_ran': bool,
+    'workers_run': bool,
+}
 
 
 def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     "Raise `CheckpointError` for an invalid position, or for the position of another loader."
-    if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+    if not isinstance(state, Mapping) or any(
+        not isinstance(state.get(k), kind) for k, kind in _ENTRIES.items()
+    ):
         raise CheckpointError(
             'The checkpoint has no position in its data that this version understands.'
         )
@@ -451,13 +498,87 @@ def _preserved(dl: Any) -> Iterator[None]:
             _restore(dl, state)
 
 
+def _warn_of_shared_draws(
+    after_first: State | None,  # global generators after the first skipped entry
+    current: State,  # global generators of the resumed run
+) -> None:
+    "Warn if a data set draws from a global generator during the epoch, and other code does too."
+    if after_first is None:
+        return
+    after_last = capture_rng()
+    moved = [k for k, state in after_first.items() if not are_equal(state, after_last[k])]
+    shared = [k for k in moved if k in current and not are_equal(after_last[k], current[k])]
+    if shared:
+        warn_user(
+            f'The data set of the training loader keeps drawing from the global generator of {" and ".join(shared)}, '
+            'and so does other code: what comes next may differ from an uninterrupted run. Give it its own generator.'
+        )
+
+
+def _warn_of_order() -> None:
+    warn_user(
+        'A DataLoader with in_order=False gives batches as its workers finish them, so the batches not yet '
+        'trained on are not known: some come twice and some not at all in the epoch that is resumed. '
+        'Exact: in_order=True.'
+    )
+
+
+def _warn_of_persistent_workers() -> None:
+    warn_user(
+        'The random generators of persistent workers run on from epoch to epoch and cannot be restored: samples that '
+        'are fetched with random numbers will differ after a resume. Exact: persistent_workers=False.'
+    )
+
+
 # -- skipping --------------------------------------------------------------------------------------
 
 
-def _skip(it: Iterator[Any], n: int) -> None:
+def _skip(it: Iterator[Any], n: int) -> State | None:
+    "Draw `n` entries; return the states of the global generators after the first."
+    after_first = None
     for i in range(n):
         if next(it, _END) is _END:
             raise CheckpointError(
                 f'The training loader ended after {i} batches, and the checkpoint was taken after '
                 f'{n}: its data have changed. Give the data that it had.'
             )
+        if i == 0:
+            after_first = capture_rng()
+    return after_first
+
+
+# -- the state of a loader -------------------------------------------------------------------------
+
+
+def _mark_arrays(value: Any, where: str) -> Any:
+    "Copy a loader's state, with arrays as marked tensors. Raises `CheckpointError` for other objects."
+    return map_plain(value, _mark_leaf, where)
+
+
+def _mark_leaf(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, ATOMS):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    raise CheckpointError(
+        f'{where} is a {type(value).__name__}, which would not load safely. Let the loader, its '
+        'sampler and its data set keep tensors, arrays, numbers, strings, and lists, tuples or '
+        'dicts of them.'
+    )
+
+
+def _unmark_arrays(value: Any) -> Any:
+    "Invert `_mark_arrays`."
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return value[_ARRAY].numpy().copy()
+        return {k: _unmark_arrays(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_unmark_arrays, value))
+    return value

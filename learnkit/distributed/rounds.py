@@ -27,26 +27,18 @@ class RoundsPosition(LoaderPosition):
     The saved position is the position in the whole loader. Batches of the shard are counted in rounds."""
 
     def __init__(self, dl: RoundShard, n_before: int = 0) -> None:
-        self.inner = LoaderPosition(dl.source, n_before * dl.spec.per_round)
         super().__init__(dl, n_before)
-
-    @property
-    def start(self) -> State | None:
-        "States of all generators at the start of the pass over the whole loader."
-        return self.inner.start
-
-    @start.setter
-    def start(self, state: State | None) -> None:
-        self.inner.start = state
+        self.inner = LoaderPosition(dl.source, n_before * dl.spec.per_round)
 
     @override
-    def begin(self) -> Iterator[Any]:
+    def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
         if 'order' in self._own_state:
             dl.order.state = self._own_state['order']
         with dl.order:
-            batches = self.inner.begin()
+            batches = self.inner.begin(draws_between)
+        self.start = self.inner.start
         return dl.rounds(batches, self._n_skipped)
 
     @override

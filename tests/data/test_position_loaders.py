@@ -20,6 +20,7 @@ from learnkit.data.position import LoaderPosition
 from tests.helpers.positions import (
     BS,
     Eager,
+    IndexByIndex,
     Items,
     N,
     OwnSeed,
@@ -92,8 +93,8 @@ def test_an_iterator_resumes_after_all_epochs() -> None:
     seen += [next(batches).item() for _ in range(10)]
     second = LoaderPosition(dl, n_before=10)
     batches = second.begin()
-    assert [next(batches).item() for _ in range(3)] == [10, 11, 12]
     position = second.state_dict(3)
+    assert [next(batches).item() for _ in range(3)] == [10, 11, 12]
     assert next(LoaderPosition.resume(numbers(), position).begin()).item() == 13
     between = LoaderPosition(dl, n_before=13).state_dict(0)
     resumed = LoaderPosition.resume(numbers(), between)
@@ -135,6 +136,19 @@ def test_other_loaders_with_workers(make: Callable[[int], Any]) -> None:
     check(make, [3], epochs=1)
 
 
+def test_a_stream_that_shares_a_global_generator_is_named() -> None:
+    def make(seed: int) -> Any:
+        return DataLoader(Stream(seed, own=False), BS)
+
+    checkpoint = run_without_stop(make, 1)[1][0][3]
+    with pytest.warns(UserWarning, match=r'data set .* generator of python'):
+        passes_after_resume(make, checkpoint, 1)
+
+
+def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process() -> None:
+    check(loader(sampler=lambda seed: IndexByIndex()), STOP_POINTS)
+
+
 @pytest.mark.parametrize(
     ('sampler', 'places'),
     [
@@ -171,6 +185,13 @@ def test_another_number_of_workers(before: int, after: int, options: dict[str, A
     with pytest.warns(UserWarning, match=f'num_workers={before}, now it is {after}'):
         got = passes_after_resume(loader(workers=after, **options), checkpoints[0][3], 1)
     assert [b[1] for b in got[0][:-1]] == [b[1] for b in passes[0][3:-1]]
+
+
+def test_batches_out_of_order_are_named() -> None:
+    make = loader(workers=2, shuffle=True, in_order=False)
+    checkpoint = run_without_stop(make, 1)[1][0][3]
+    with pytest.warns(UserWarning, match='in_order=True'):
+        passes_after_resume(make, checkpoint, 1)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +245,10 @@ def test_stateful_dataloader_with_persistent_workers() -> None:
 
 
 class WithState:
-    "A loader that saves its position and a tensor."
+    "A loader that saves its position and an array."
 
     def __init__(self, extra: Any = None) -> None:
-        self.i, self.sums, self.extra = 0, torch.zeros(2), extra
+        self.i, self.sums, self.extra = 0, np.zeros(2), extra
 
     def __len__(self) -> int:
         return 5
@@ -268,7 +289,7 @@ def test_a_loader_with_its_own_state(kind: type[WithState]) -> None:
 
 def test_a_state_that_would_not_load_safely_is_refused() -> None:
     drawing = LoaderPosition(WithState([{1}]))
-    next(drawing.begin())
+    drawing.begin()
     with pytest.raises(CheckpointError, match=r"WithState\['extra'\]\[0\] is a set"):
         drawing.state_dict(0)
 
@@ -303,7 +324,7 @@ def test_another_loader_is_refused_before_anything_changes(
 def test_what_is_not_a_position_is_refused(change: dict[str, Any]) -> None:
     dl = DataLoader(Items(), BS)
     drawing = LoaderPosition(dl)
-    next(drawing.begin())
+    drawing.begin()
     with pytest.raises(CheckpointError):
         LoaderPosition.resume(dl, {**drawing.state_dict(3), **change})
 
@@ -333,9 +354,48 @@ def test_indices_of_a_batch(make: Callable[[int], Any]) -> None:
     drawing = LoaderPosition(dl)
     assert drawing.indices(0) is None
     batches = drawing.begin()
+    torch.rand(2)
     for i, batch in enumerate(batches):
         expected = [int(row[0]) if row.ndim else int(row) for row in batch]
         before = digest_generators(dl)
         assert drawing.indices(i) == expected
         assert digest_generators(dl) == before
     assert drawing.indices(99) is None
+
+
+def test_indices_without_batches_and_where_they_cannot_be_known() -> None:
+    drawing = LoaderPosition(DataLoader(Items(), batch_size=None))
+    drawing.begin()
+    assert drawing.indices(5) == [5]
+    for dl in (
+        [1, 2],
+        Generating(),
+        DataLoader(Stream(0)),
+        DataLoader(Items(), num_workers=2, in_order=False),
+    ):
+        other = LoaderPosition(dl)
+        other.begin()
+        assert other.indices(0) is None
+
+
+def test_the_loaders_own_iterator_is_what_is_drawn_from() -> None:
+    dl = DataLoader(Items(), BS, num_workers=2)
+    assert type(LoaderPosition(dl).begin()) is type(iter(dl))
+    assert type(LoaderPosition([1]).begin()) is type(iter([1]))
+
+
+def test_a_tensor_loader_that_shuffles_since_later_resumes_in_its_order() -> None:
+    "Without a generator, the loader draws its order from torch's global generator."
+
+    def make_loader() -> TensorLoader:
+        loader = TensorLoader(torch.arange(12), bs=2)
+        loader.shuffle = True
+        return loader
+
+    torch.manual_seed(3)
+    position = LoaderPosition(make_loader())
+    batches = [x.tolist() for (x,) in position.begin()]
+    state = position.state_dict(2)
+    torch.manual_seed(4)
+    resumed = LoaderPosition.resume(make_loader(), state)
+    assert [x.tolist() for (x,) in resumed.begin()] == batches[2:]

@@ -163,14 +163,14 @@ def save_position(drawing: LoaderPosition, n: int) -> bytes:
 
 
 def draw_epoch(
-    drawing: LoaderPosition, n: int = 0, keep: bool = True
+    drawing: LoaderPosition, n: int = 0, begun: bool = False, keep: bool = True
 ) -> tuple[list[Any], dict[int, bytes]]:
     "Draw an epoch from batch `n` on; return batches with generator digests, and a checkpoint of each."
     batches, seen, checkpoints = drawing.begin(), [], {}
-    if n == 0:
+    if not begun:
+        draw_from_global_generators()
         if keep:
             checkpoints[0] = save_position(drawing, 0)
-        draw_from_global_generators()
     while (batch := next(batches, END)) is not END:
         n += 1
         draw_from_global_generators()
@@ -191,7 +191,7 @@ def resume_passes(
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     restore_rng(state['rng'])
     drawing, n = LoaderPosition.resume(dl, state['position']), state['position']['n']
-    seen, kept = draw_epoch(drawing, n, keep=keep)
+    seen, kept = draw_epoch(drawing, n, begun=state['position']['start'] is not None, keep=keep)
     passes, checkpoints = [seen], [kept]
     for _ in range(epochs - 1):
         seen, kept = draw_epoch(LoaderPosition(dl), keep=keep)
