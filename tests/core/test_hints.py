@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from learnkit import Learner, SaveModelCallback
-from learnkit.callbacks import EarlyStoppingCallback
 from learnkit.core.validation import classes_hint, precision_hint
 from learnkit.losses import CrossEntropyLossFlat
 
@@ -31,7 +30,6 @@ def test_warnings_point_at_the_users_line(tmp_path: Any) -> None:
     nan = SaveModelCallback(monitor=lambda learn: float('nan'))
     for do in (
         learn.freeze,
-        lambda: EarlyStoppingCallback(monitor='mse'),
         lambda: learn.fit(1, cbs=nan),
     ):
         one = catch_warning(do)
