@@ -19,7 +19,9 @@ CLASS = 'class Mine(Callback):\n    def before_batch(self):\n        '
 
 def complete(code: str) -> list[str]:
     "Return what Tab offers at the end of a notebook's cell."
-    return [found.name for found in jedi.Interpreter(code, [vars(learnkit), globals()]).complete()]
+    return [
+        found.name for found in jedi.Interpreter(code, [{'Callback': learnkit.Callback}]).complete()
+    ]
 
 
 def test_self_offers_the_state_of_the_loop() -> None:
