@@ -18,7 +18,11 @@ from site_tasks import TASKS
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PAPERS = 'CHANGELOG', 'CONTRIBUTING', 'SECURITY'
-CODE = {'.py': 'python', '.sh': 'bash', '': 'text'}  # languages of the files that are shown as they are
+CODE = {
+    '.py': 'python',
+    '.sh': 'bash',
+    '': 'text',
+}  # languages of the files that are shown as they are
 MADE = 'guides', 'project', 'api', 'code'  # folders of generated pages
 LINK = re.compile(r'(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)')
 
