@@ -46,7 +46,9 @@ def modules() -> tuple[str, ...]:
 
 
 def public(module: str) -> list[str]:
-    return list(getattr(import_module(module), '__all__', ()))
+    "Return the names in `__all__`, or else those that a module defines without an underscore."
+    own = [name for name in sorted(assigned(module)) if not name.startswith('_')]
+    return list(getattr(import_module(module), '__all__', own))
 
 
 def get(module: str, name: str) -> Any:
