@@ -43,18 +43,18 @@ class Box:
 # from the top to the bottom: PACKAGES of tests/project/test_package.py, its end first
 ROWS = (
     (
-        Box('learner', ('#1 one method for each feature',), 2.1),
-        Box('sklearn', ('estimators',), 0.8),
-        Box('interop', ('Composer, ksuit',), 1.15),
-        Box('learnkit', ('public names',)),
-        Box('testing', ('parts for tests',)),
+        Box('learner', ('#1 a method for each feature',), 2.05),
+        Box('sklearn', ('estimators',), 0.95),
+        Box('interop', ('adapters',), 0.85),
+        Box('learnkit', ('names',), 0.85),
+        Box('testing', ('for tests',), 0.85),
         Box('demo', ('digits',), 0.7),
-        Box('all', ('for notebooks',)),
+        Box('all', ('notebooks',), 0.95),
     ),
     (
         Box('callbacks', ('#8 recorder, schedules, precision', '#A #C checkpoint'), 1.2),
-        Box('monitors', ('speed, memory, optimizers', 'activations, data'), 0.9),
-        Box('loggers', ('base: what all loggers share', 'files, console, services')),
+        Box('monitors', ('speed, memory, optimizers', 'activations, data'), 1.05),
+        Box('loggers', ('base: what all share', 'files, console, services')),
         Box('debug', ('explain, trace, doc', 'repr: of a Learner'), 0.8),
     ),
     (
@@ -68,11 +68,12 @@ ROWS = (
             1.2,
         ),
         Box(
-            'distributed', ('callback, strategy', 'ddp, fsdp: replicas, shards', 'launch, failures')
+            'distributed',
+            ('callback, strategy, comm', 'ddp, fsdp: replicas, shards', 'launch, failures'),
         ),
         Box(
             'inference',
-            ('predict, stream, gather', 'sinks: into files', 'interpretation, show'),
+            ('predict, gather', 'sinks: into files', 'interpretation, show'),
             0.8,
         ),
     ),
@@ -115,7 +116,7 @@ ROWS = (
                     '#B #F random: generators',
                     '#C files: atomic writes',
                 ),
-                *('errors', 'time: Time, Timestamp', 'comm, plain, validation, html'),
+                *('errors', 'time: Time, Timestamp', 'plain, validation, html'),
             ),
             columns=3,
         ),

@@ -38,7 +38,11 @@ def pages() -> dict[Path, str]:
         for name in PAPERS
         if (path := ROOT / f'{name}.md').exists()
     }
-    files = [*sorted((ROOT / 'examples').glob('*.[ps][yh]')), ROOT / 'LICENSE']
+    examples = sorted((ROOT / 'examples').iterdir())
+    files = [
+        *(path for path in examples if path.suffix in CODE and path.is_file()),
+        ROOT / 'LICENSE',
+    ]
     found |= {path: f'code/{path.name}.md' for path in files}
     for task in TASKS:
         modules = [ROOT / 'learnkit' / f'{name.replace(".", "/")}.py' for name in task.modules]

@@ -1748,10 +1748,10 @@ class Learner(Loop):
 
     @override
     def _open_for_use(self) -> None:
-        _close_dropped()
         _open_learners.add(self)
         self._is_open_for_use = True
         if self.run.depth:
+            _close_dropped()
             self._owner_pid = os.getpid()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from fastcore.basics import noop
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import LabelEncoder
@@ -47,11 +48,6 @@ def make_network(n_inputs: int, n_outputs: int, hidden: int = 100) -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs)
     )
-
-
-def identity(outputs: Tensor) -> Tensor:
-    "Return the outputs of the model, without an activation."
-    return outputs
 
 
 class _Estimator(BaseEstimator):
@@ -103,23 +99,24 @@ class _Estimator(BaseEstimator):
         check_is_fitted(self)
         return [dict(row) for row in self.learner_.history]
 
-    def _fit(self, x: NDArray[Any], y: Tensor, n_outputs: int, loss_func: Any) -> Self:
-        "Train a new model."
+    def _fit(
+        self,
+        x: NDArray[Any],
+        y: Tensor,
+        n_outputs: int,
+        loss_func: Any,
+        is_partial: bool = False,  # train one epoch, and keep the model if there is one
+    ) -> Self:
+        "Train a new model, or one epoch more."
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         with preserved_rng():
             torch.manual_seed(seed)
-            self.learner_ = self._make_learner(x, n_outputs, loss_func)
-            self._train(x, y, self.epochs, seed if self.early_stopping else None)
-        return self
-
-    def _partial_fit(self, x: NDArray[Any], y: Tensor, n_outputs: int, loss_func: Any) -> Self:
-        "Train one epoch; make the model first, if there is none."
-        seed = check_random_state(self.random_state).randint(2**31 - 1)
-        with preserved_rng():
-            torch.manual_seed(seed)
-            if not hasattr(self, 'learner_'):
+            if not (is_partial and hasattr(self, 'learner_')):
                 self.learner_ = self._make_learner(x, n_outputs, loss_func)
-            self._train(x, y, epochs=1)
+            if is_partial:
+                self._train(x, y, epochs=1)
+            else:
+                self._train(x, y, self.epochs, seed if self.early_stopping else None)
         return self
 
     def _make_learner(self, x: NDArray[Any], n_outputs: int, loss_func: Any) -> Learner:
@@ -236,7 +233,8 @@ class Classifier(ClassifierMixin, _Estimator):
             self._encoder = LabelEncoder().fit(classes)
             self.classes_ = self._encoder.classes_
         loss_func = self._make_loss(labels)
-        return self._partial_fit(x, self._encode(labels), len(self.classes_), loss_func)
+        n_classes = len(self.classes_)
+        return self._fit(x, self._encode(labels), n_classes, loss_func, is_partial=True)
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
         "Return the probability of each class, an array [samples, classes], in the order of `classes_`."
@@ -282,11 +280,12 @@ class Regressor(RegressorMixin, _Estimator):
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         "Train one more epoch on samples. The first call makes the model."
-        return self._partial_fit(*self._read(X, y, reset=not hasattr(self, 'learner_')))
+        samples = self._read(X, y, reset=not hasattr(self, 'learner_'))
+        return self._fit(*samples, is_partial=True)
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         "Return the predictions in float64, an array [samples] or [samples, targets]."
-        outputs = self._outputs(X, act=identity).astype(np.float64)
+        outputs = self._outputs(X, act=noop).astype(np.float64)
         return outputs[:, 0] if self._is_flat else outputs
 
     def __sklearn_tags__(self) -> Any:

@@ -281,22 +281,13 @@ def _decode_time(data: Any, cb: Any) -> Any:
 
 
 def _encode_timestamp(timestamp: Any) -> dict[str, Any]:
-    "Return the fields that Composer's timestamps share with `ComposerTimestamp`, as plain numbers."
+    "Return the fields that Composer's timestamps share with `ComposerTimestamp`, as plain values."
     values = {f.name: getattr(timestamp, f.name) for f in fields(ComposerTimestamp)}
-    return {
-        name: value.total_seconds()
-        if isinstance(value, timedelta)
-        else getattr(value, 'value', value)
-        for name, value in values.items()
-    }
+    return {name: getattr(value, 'value', value) for name, value in values.items()}
 
 
 def _decode_timestamp(data: Any, cb: Any) -> Any:
-    values = {
-        name: timedelta(seconds=value) if name.endswith('wct') else value
-        for name, value in data.items()
-    }
-    return types_for(cb).Timestamp(**values)
+    return types_for(cb).Timestamp(**data)
 
 
 data_kinds['Composer time'] = DataKind(partial(_is_instance, 'Time'), _encode_time, _decode_time)
