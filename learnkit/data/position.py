@@ -66,9 +66,6 @@ class LoaderPosition:
     True
     """
 
-    def __new__(cls, dl: Any, *_: Any, **__: Any) -> Self:
-        return super().__new__((dl.position_class if isinstance(dl, Shard) else None) or cls)
-
     def __init__(
         self,
         dl: Any,  # the training loader
@@ -317,7 +314,8 @@ class LoaderPosition:
         _restore(dl, self.start)
         batches = iter(dl)
         if self.first is not None:
-            restore_rng(self.first)
+            with dl.order if isinstance(dl, Shard) else nullcontext():
+                restore_rng(self.first)
         after_first = _skip(batches, n)
         if isinstance(getattr(dl, 'dataset', None), IterableDataset):
             _warn_of_shared_draws(after_first, current)
@@ -371,7 +369,8 @@ def _may_draw_late(dl: Any) -> bool:
     "Return True if a loader may draw the random order of the epoch with its first batch."
     if type(dl) in (list, tuple) or isinstance(dl, Iterator) or _is_tensor_loader(dl):
         return False
-    return not (_has_index_lists(dl) and (dl.num_workers or isinstance(dl, Shard)))
+    # a shard draws from generators that no other code uses
+    return not isinstance(dl, Shard) and not (_has_index_lists(dl) and dl.num_workers)
 
 
 def _unshard(dl: Any) -> Any:

@@ -77,8 +77,6 @@ class Shard:
     source: Any  # the loader, which is not changed
     spec: Any  # the `ShardSpec` that selects this rank's part
     order: Order
-    # subclass of `LoaderPosition` to use; None: `LoaderPosition`
-    position_class: type[Any] | None = None
     # whether every rank iterates all of `source`, including the data set's generators
     draws_all = False
 

@@ -88,8 +88,7 @@ class DistributedTraining(Callback):
 
     With `batch_size='process'` each rank uses the loader's batch size; with 'global' the ranks split it. The last
     batch may have too few samples for all ranks: with `uneven='join'` each sample is used once, and gradients are
-    weighted to be the mean over the samples; 'pad' repeats samples until all ranks have equally many; 'drop' discards
-    the remainder.
+    weighted to be the mean over the samples; 'drop' discards the remainder.
 
     The ranks agree on `learn.stop()`, SIGTERM and the clock every `agree_every` batches, while the next batch is
     computed, and between epochs. By default that is every 8 batches for a model of less than ten million weights, and
@@ -114,7 +113,7 @@ class DistributedTraining(Callback):
         strategy: str = 'auto',  # 'ddp': replicated model; 'fsdp': sharded model; 'auto'
         *,
         batch_size: str = 'process',  # meaning of the loaders' batch size: 'process' or 'global'
-        uneven: str = 'join',  # treatment of an uneven last batch: 'join', 'pad' or 'drop'
+        uneven: str = 'join',  # treatment of an uneven last batch: 'join' or 'drop'
         sharded_already: bool = False,  # True if the loaders iterate over this rank's shard
         agree_every: int | None = None,  # batches between agreements; None: by size of the model
         timeout: str | int | Time = '10m',  # timeout of the process group
@@ -228,7 +227,6 @@ class DistributedTraining(Callback):
                 world.rank,
                 world.size,
                 **self.loader_options,
-                fillers_in_evaluation=self.parallelism.needs_equal_evaluations,
                 count=batch_counter(learn),
             )
         if torch.device(learn.dls.device).type == world.device.type:

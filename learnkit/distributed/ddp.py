@@ -33,8 +33,6 @@ class Parallelism:
     has its name, and `DistributedTraining._make_parallelism` creates it.
     """
 
-    # True if all ranks must evaluate the same number of batches
-    needs_equal_evaluations: bool = False
     # True if `average_gradients` averages what no backward pass has averaged
     averages_late: bool = True
     has_synced: bool = False  # True once gradients were averaged in a pass with this model
@@ -72,9 +70,9 @@ class Parallelism:
 class Replicas(Parallelism):
     """Train replicas of the model with `DistributedDataParallel`; the model itself is not changed.
 
-    Only forward passes of training go through the wrapper. An evaluation calls the bare model, so that ranks may
-    evaluate different numbers of batches. Gradients are views of the wrapper's buckets (`gradient_as_bucket_view`),
-    which saves a copy of the gradients, in memory and in time; the next backward pass overwrites the gradients.
+    Only forward passes of training go through the wrapper; an evaluation calls the bare model. Gradients are views of
+    the wrapper's buckets (`gradient_as_bucket_view`), which saves a copy of the gradients, in memory and in time; the
+    next backward pass overwrites the gradients.
 
     Raises `OptionError` for unknown options.
 

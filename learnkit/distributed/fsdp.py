@@ -42,8 +42,8 @@ class Sharded(Parallelism):
     parameters of the current model, with their states. `wrap` selects the modules that are gathered one at a time; the
     rest of the model is one more unit.
 
-    An evaluation calls the sharded model, so that all ranks must evaluate the same number of batches. Gradients are
-    reduced after every backward pass, also of microbatches and accumulated batches, so that no full gradient is kept.
+    Gradients are reduced after every backward pass, also of microbatches and accumulated batches, so that no full
+    gradient is kept.
 
     Raises `OptionError` for unknown options, `ModelError` for a model that cannot be sharded, and `DistributedError`
     before training for callbacks and optimizers that need full weights.
@@ -53,7 +53,6 @@ class Sharded(Parallelism):
     """
 
     averages_late = False
-    needs_equal_evaluations = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from learnkit.core.batch import find_bs
 from learnkit.core.errors import LoaderError, OptionError, did_you_mean
 
 BATCH_SIZES = ('process', 'global')
-UNEVEN = ('join', 'pad', 'drop')
+UNEVEN = ('join', 'drop')
 
 
 def check_option(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -30,15 +30,14 @@ class ShardSpec:
 
     >>> [list(ShardSpec(rank, 3).rows(7)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6]]
-    >>> [list(ShardSpec(rank, 3, uneven='pad').rows(7)) for rank in range(3)]
-    [[0, 1, 2], [3, 4, 5], [6, 0, 1]]
+    >>> [list(ShardSpec(rank, 3).rows(2)) for rank in range(3)], ShardSpec(0, 3).share(2)
+    ([[0], [0], [1]], (0, 2))
     """
 
     rank: int
     size: int
     batch_size: str = 'process'  # meaning of the loader's batch size: per 'process', or 'global'
-    uneven: str = 'join'  # last round: 'join' takes each sample once, 'pad' repeats, 'drop' omits
-    fillers: bool = True  # whether a rank without samples gets a filler, which does not count
+    uneven: str = 'join'  # last round: 'join' takes each sample once, 'drop' omits it
     count: Callable[[Any], int] = find_bs  # function returning the number of samples in a batch
 
     def __post_init__(self) -> None:
@@ -57,55 +56,37 @@ class ShardSpec:
         k: int,  # number of samples of the round
     ) -> tuple[int, int]:  # number of samples of this rank, and of all ranks
         "Return the numbers of samples of a round that count on this rank, and on all ranks."
-        start, stop, total = self._bounds(k)
-        return stop - start, total
+        start, stop = self._bounds(k)
+        return stop - start, k
 
     def rows(
         self,
         k: int,  # number of samples of the round
-    ) -> range | list[int]:
-        "Return the indices of this rank's samples in a round, including a filler."
-        start, stop, _ = self._bounds(k)
-        if stop > k:
-            return [i % k for i in range(start, stop)]
-        if stop > start or not self.fillers:
-            return range(start, stop)
+    ) -> range:
+        "Return the indices of this rank's samples in a round, or of a filler, which does not count."
+        start, stop = self._bounds(k)
         filler = min(start, k - 1)
-        return range(filler, filler + 1)
+        return range(start, stop) if stop > start else range(filler, filler + 1)
 
     def count_batches(
         self,
         n: int,  # number of samples of a pass over the loader
         full: int,  # number of samples of a full round
     ) -> int:
-        "Return the number of this rank's batches; 1, for a filler, if only other ranks have samples."
-        rounds, rest = divmod(n, full)
-        n_batches = rounds * (len(self.rows(full)) > 0)
-        if rest and self.uneven != 'drop':
-            n_batches += len(self.rows(rest)) > 0
-        return n_batches if self.fillers or not n else max(1, n_batches)
+        "Return the number of batches, which is the same on every rank."
+        return n // full if self.uneven == 'drop' else -(-n // full)
 
     def pieces(
         self,
         n: int,  # number of samples of a pass over the loader
         full: int,  # number of samples of a full round
         first: int = 0,  # number of the first round
-    ) -> Iterator[tuple[int, range | list[int], tuple[int, int]]]:
-        "Yield the start of each round in which this rank has a batch, its rows in the round, and its share."
-        is_empty = True
-        for start in range(first * full, n, full):
-            k = min(full, n - start)
-            rows = self.rows(k)
-            if rows and (k == full or self.uneven != 'drop'):
-                is_empty = False
-                yield start, rows, self.share(k)
-        if is_empty and not self.fillers:
-            # at least one batch, so that an epoch of this rank is not empty
-            yield 0, range(1), (0, self.share(min(full, n))[1])
+    ) -> Iterator[tuple[int, range, tuple[int, int]]]:
+        "Yield the start of each round, this rank's rows in the round, and its share."
+        for i in range(first, self.count_batches(n, full)):
+            k = min(full, n - i * full)
+            yield i * full, self.rows(k), self.share(k)
 
-    def _bounds(self, k: int) -> tuple[int, int, int]:
-        "Return the start and stop of this rank's samples in a round, and the number of all samples."
-        total = -(-k // self.size) * self.size if self.uneven == 'pad' else k
-        start = total * self.rank // self.size
-        stop = total * (self.rank + 1) // self.size
-        return start, stop, total
+    def _bounds(self, k: int) -> tuple[int, int]:
+        "Return the start and stop of this rank's samples in a round."
+        return k * self.rank // self.size, k * (self.rank + 1) // self.size

@@ -46,16 +46,15 @@ def shard(
     rank: int,  # rank of this process
     size: int,  # number of ranks
     batch_size: str = 'process',  # meaning of the loader's batch size: per 'process', or 'global'
-    uneven: str = 'join',  # last round: 'join' takes each sample once, 'pad' repeats, 'drop' omits
-    fillers: bool = True,  # whether a rank without samples gets a filler, which does not count
+    uneven: str = 'join',  # last round: 'join' takes each sample once, 'drop' omits it
     count: Callable[[Any], int] = find_bs,  # function returning the number of samples in a batch
 ) -> Any:
     """Return this rank's shard of a loader.
 
     A round is the batches of all ranks: the batch of a single-process run with the global batch size. Each round is
     divided into contiguous parts; `share(i)` returns the numbers of samples of batch `i` on this rank and on all
-    ranks. If the loader drops a last smaller batch, a last smaller round is dropped. Without `fillers`, ranks may get
-    different numbers of batches, at least one.
+    ranks. A rank without a sample in the last round gets a filler, which does not count. If the loader drops a last
+    smaller batch, a last smaller round is dropped.
 
     A DataLoader over samples by index and a `TensorLoader` read this rank's samples only. Of any other loader, every
     rank draws all batches and keeps its own. A loader with torch's `DistributedSampler` is returned unchanged. Raises
@@ -69,7 +68,7 @@ def shard(
     """
     if batch_size == 'process' and getattr(dl, 'drop_last', False):
         uneven = 'drop'
-    return _make_shard(dl, ShardSpec(rank, size, batch_size, uneven, fillers, count))
+    return _make_shard(dl, ShardSpec(rank, size, batch_size, uneven, count))
 
 
 def shard_loaders(
@@ -78,7 +77,6 @@ def shard_loaders(
     size: int,  # number of ranks
     batch_size: str = 'process',  # meaning of the loaders' batch size: per 'process', or 'global'
     uneven: str = 'join',  # last round of the training loader; other loaders use 'join'
-    fillers_in_evaluation: bool = False,  # whether all ranks evaluate the same number of batches
     count: Callable[[Any], int] = find_bs,  # function returning the number of samples in a batch
 ) -> Any:
     """Return `DataLoaders` with this rank's shard of each loader, and the other attributes of `dls`.
@@ -95,7 +93,7 @@ def shard_loaders(
             f'The training loader has {n_batches(dls.train)} batches, which is less than one for all {size} processes '
             "together, and what is left over is dropped. Lower the batch size, or give uneven='join' without drop_last."
         )
-    spec = ShardSpec(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
+    spec = ShardSpec(rank, size, batch_size, count=count)
     shards = copy(dls) if isinstance(dls, DataLoaders) else _LoadersProxy(dls)
     shards.train = train
     shards.evaluation = [(name, _make_shard(dl, spec)) for name, dl in evaluation_loaders(dls)]
@@ -200,15 +198,12 @@ class TensorShard(Shard, TensorLoader):
 
     @override
     def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
-        "Yield this rank's rows of each round from round `n` on, as views unless rows are repeated."
+        "Yield this rank's rows of each round from round `n` on, as views."
         shares = [(0, 0)] * n
         for start, rows, share in self.spec.pieces(*self._sizes, n):
             shares.append(share)
             self.order.shares = shares
-            if isinstance(rows, range):
-                yield t[start + rows.start : start + rows.stop]
-            else:
-                yield t.index_select(0, torch.tensor(rows, device=t.device) + start)
+            yield t[start + rows.start : start + rows.stop]
 
 
 # -- DataLoaders over samples by index -------------------------------------------------------------
@@ -234,8 +229,7 @@ class ShardSampler:
     def __init__(self, source: DataLoader[Any], spec: ShardSpec, order: Order) -> None:
         self.source = source
         self.order = order
-        # without known sizes, it is unknown which ranks end a round early
-        self.spec = spec if _compute_sizes(source, spec) else replace(spec, fillers=True)
+        self.spec = spec
         self.seeds = torch.Generator()  # generator of the seeds of this rank's workers
         self.loader: Callable[[], Any] = lambda: None  # weak reference to this sampler's loader
 
@@ -243,8 +237,8 @@ class ShardSampler:
         sizes = _compute_sizes(self.source, self.spec)
         if sizes is not None:
             return self.spec.count_batches(*sizes)
-        rounds, rest = divmod(len(get_index_sampler(self.source)), self.spec.per_round)
-        return rounds + (rest > 0 and self.spec.uneven != 'drop')
+        n_lists = len(get_index_sampler(self.source))
+        return self.spec.count_batches(n_lists, self.spec.per_round)
 
     def __iter__(self) -> Iterator[Any]:
         with self.order:
@@ -276,15 +270,9 @@ class ShardSampler:
         spec = self.spec
         shares: list[tuple[int, int]] = []
         for round_lists, k in self._draw_rounds(lists):
-            rows = spec.rows(k)
-            if not rows:
-                continue
             shares.append(spec.share(k))
             self.order.shares = shares  # again, as another pass may have set it
-            yield _select_entries(round_lists, rows)
-        if not (shares or spec.fillers) and len(self):
-            self.order.shares = [spec.share(k)]
-            yield _select_entries(round_lists, range(1))
+            yield _select_entries(round_lists, spec.rows(k))
 
     def _draw_rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
         "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
@@ -310,7 +298,7 @@ def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:
         dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True
     )
     loader.source = dl
-    loader.spec = sampler.spec
+    loader.spec = spec
     loader.order = order
     sampler.loader = ref(loader)
     return loader
@@ -341,7 +329,7 @@ def _compute_sizes(dl: DataLoader[Any], spec: ShardSpec) -> tuple[int, int] | No
     return n - n_dropped, sampler.batch_size * spec.per_round
 
 
-def _select_entries(lists: list[Any], rows: range | list[int]) -> Any:
+def _select_entries(lists: list[Any], rows: range) -> Any:
     "Select entries of the concatenation of index lists (tensors, arrays or lists), by position."
     if isinstance(lists[0], Tensor):
         return torch.cat(lists)[list(rows)]

@@ -268,11 +268,7 @@ class Replicated(list[Any]):
     "List of batches that is not sharded: every rank predicts on all batches."
 
 
-def shard_loader(
-    learn: Learner,
-    dl: Any,
-    fillers: bool = False,  # give all ranks equally many batches, those without samples too
-) -> tuple[Any, Comm]:
+def shard_loader(learn: Learner, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world = learn.world
     team = learn.strategy.team
@@ -280,14 +276,9 @@ def shard_loader(
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
 
-    options: dict[str, Any] = {'count': batch_counter(learn), 'fillers': fillers}
-    if team:
-        options |= {
-            'batch_size': team.loader_options['batch_size'],
-            'fillers': fillers or team.parallelism.needs_equal_evaluations,
-        }
     source = dl.source if isinstance(dl, Shard) else dl
-    rank_dl = shard(source, world.rank, world.size, **options)
+    batch_size = team.loader_options['batch_size'] if team else 'process'
+    rank_dl = shard(source, world.rank, world.size, batch_size, count=batch_counter(learn))
     return rank_dl, _get_sharing_ranks(world, rank_dl)
 
 

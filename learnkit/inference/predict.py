@@ -229,7 +229,7 @@ def predict_iter(
     "Return an iterator over the predictions of each batch, computed on demand in the loader's order."
     check_function('act', act)
     loader_name = _find_name(learn, ds_idx, dl)
-    dl, _ = shard_loader(learn, _choose_loader(learn, ds_idx, dl), fillers=True)
+    dl, _ = shard_loader(learn, _choose_loader(learn, ds_idx, dl))
     entries = PredictionSink(
         with_input=with_input,
         with_decoded=with_decoded,

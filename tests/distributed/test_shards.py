@@ -83,9 +83,7 @@ def test_rounds_are_the_batches_of_one_process(kind: str, size: int) -> None:
 @pytest.mark.parametrize('kind', ['tensors shuffled', 'items shuffled', 'tensors', 'list'])
 @pytest.mark.parametrize('size', [1, 2, 7])
 @pytest.mark.parametrize('batch_size', ['process', 'global'])
-def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
-    kind: str, size: int, batch_size: str
-) -> None:
+def test_every_sample_once_an_epoch_or_some_left(kind: str, size: int, batch_size: str) -> None:
     for n in {*range(14 * size, 14 * size + 3), 15 * size - 1, 16 * size, 16 * size + 1}:
         make = (
             (lambda s, n=n: batch_list(s, n=n))
@@ -93,17 +91,12 @@ def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
             else (lambda s, n=n: make_by_kind(kind)(4)(s, n=n))
         )
         full = 4 * size if batch_size == 'process' else 4
-        for uneven in ('join', 'pad', 'drop'):
+        for uneven in ('join', 'drop'):
             ranks = Together(make, size, batch_size=batch_size, uneven=uneven)
             rounds = rounds_of(ranks, ranks.epoch())
             given = sorted(chain.from_iterable(rounds))
             if uneven == 'join':
                 assert given == list(range(n))
-            elif uneven == 'pad':
-                assert set(given) == set(range(n))
-                shares = [{dl.share(i)[0] for dl in ranks.shards} for i in range(len(rounds))]
-                if kind != 'list' or batch_size == 'global':
-                    assert all(len(s) == 1 for s in shares)
             elif kind != 'list':
                 assert len(given) == len(set(given)) == n // full * full
 
@@ -113,25 +106,6 @@ def test_a_process_without_a_sample_repeats_one_that_does_not_count() -> None:
         ranks = Together(lambda s, make=make: make(s, n=9), 2)
         assert ranks.epoch() == [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], [8]]]
         assert [dl.share(1) for dl in ranks.shards] == [(0, 1), (1, 1)]
-
-
-@pytest.mark.parametrize('make', [tensors, items, batch_list, own_loader])
-@pytest.mark.parametrize('size', [2, 5])
-@pytest.mark.parametrize('batch_size', ['process', 'global'])
-def test_without_fillers_no_loader_is_empty(make: Make, size: int, batch_size: str) -> None:
-    for n in range(1, 5 * size):
-        ranks = Together(
-            lambda s, n=n: make(s, n=n, bs=2), size, batch_size=batch_size, fillers=False
-        )
-        parts = ranks.epoch()
-        counted: list[int] = []
-        for dl, part in zip(ranks.shards, parts, strict=True):
-            assert len(dl) == len(part) > 0
-            shares = [dl.share(i)[0] for i in range(len(part))]
-            if make in (tensors, items):
-                assert len(part) == 1 or 0 not in shares
-            counted += chain.from_iterable(p for p, k in zip(part, shares, strict=True) if k)
-        assert sorted(counted) == list(range(n)), n
 
 
 @pytest.mark.parametrize('sampler', [OwnSeed, EpochCountSampler, SetEpochSampler, IndexByIndex])
@@ -183,7 +157,7 @@ def test_any_iterable(make: Make, size: int) -> None:
 
 
 def test_ends_of_any_iterable() -> None:
-    for uneven, last in (('join', [[4], [4]]), ('pad', [[4], [4]]), ('drop', [])):
+    for uneven, last in (('join', [[4], [4]]), ('drop', [])):
         shards = [
             shard([torch.tensor([i]) for i in range(5)], rank, 2, uneven=uneven)
             for rank in range(2)
@@ -192,7 +166,7 @@ def test_ends_of_any_iterable() -> None:
         assert parts == [[[0], [2], *last[:1]], [[1], [3], *last[1:]]]
         assert [len(dl) for dl in shards] == [len(p) for p in parts]
         if uneven != 'drop':
-            assert shards[1].share(2) == ((0, 1) if uneven == 'join' else (1, 2))
+            assert shards[1].share(2) == (0, 1)
 
 
 def test_rows_of_any_batch() -> None:
@@ -202,16 +176,9 @@ def test_rows_of_any_batch() -> None:
         'scale': torch.tensor(2.0),
         'name': 'text',
     }
-    shards = [
-        shard([batch], rank, 2, 'global', uneven) for uneven in ('join', 'pad') for rank in range(2)
-    ]
+    shards = [shard([batch], rank, 2, 'global') for rank in range(2)]
     found = [(b['x'].tolist(), [d['a'] for d in b['y']]) for dl in shards for b in dl]
-    assert found == [
-        ([0, 1], [0, 1]),
-        ([2, 3, 4], [2, 3, 4]),
-        ([0, 1, 2], [0, 1, 2]),
-        ([3, 4, 0], [3, 4, 0]),
-    ]
+    assert found == [([0, 1], [0, 1]), ([2, 3, 4], [2, 3, 4])]
     assert all(b['scale'] == 2 and b['name'] == 'text' for dl in shards for b in dl)
 
 
