@@ -28,9 +28,9 @@ from learnkit.distributed.compare import (
     check_bare,
     compute_totals,
     list_lengths,
-    totals_differ,
 )
 from learnkit.distributed.ddp import Parallelism, Replicas, average, is_too_big
+from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shard_spec import ShardSpec, check_option
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
@@ -53,7 +53,6 @@ class BatchShare:
     "This rank's share of the current training batch."
 
     share: tuple[int, int] | None = None  # samples of this rank, samples of all; None: unknown
-    n_steps: int | None = None  # steps before the batch; None after `before_step`
     local: bool = True  # gradients may not be averaged yet
     tokens_before: int = 0  # tokens before the batch
     tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
@@ -142,9 +141,7 @@ class DistributedTraining(Callback):
         self.batch = BatchShare()
         self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
         self._interval = 1  # batches between agreements
-        self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
-        self._steps_before = 0  # steps of previous fits
 
     @override
     def runs_at(self, event_name: str, training: bool | None) -> bool:
@@ -300,9 +297,6 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        r = learn.resuming
-        self._steps_before = learn.finished('st') if r is None else 0
-        self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
         self.parallelism.prepare(self.learn)
@@ -339,12 +333,7 @@ class DistributedTraining(Callback):
         batch.share = loader_share if share is not None else self._count_share()
         batch.tokens_before = learn.counters.tokens
         batch.tokens = None
-        batch.n_steps = learn.finished('st')
         batch.weights = None
-        if not self._needs_catch_up:
-            return
-        self._needs_catch_up = False
-        self.parallelism.catch_up(learn)
 
     @property
     def has_local_samples(self) -> bool:
@@ -400,14 +389,6 @@ class DistributedTraining(Callback):
         if not learn.training:
             return
         batch = self.batch
-        # `before_step` sets it to None
-        has_stepped = batch.n_steps not in (None, learn.finished('st'))
-        if has_stepped and batch.local and self.parallelism.averages_late:
-            raise DistributedError(
-                f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
-                'processes: each has its own weights now. Write the batch as `train_batch`, with '
-                '`self.optimize(loss)`, or let `self._do_grad_opt()` call `_step`.'
-            )
         if batch.share is not None:
             learn.counters.samples += batch.share[1] - sample_count(learn)
         if not has_tokens(learn):
@@ -438,10 +419,18 @@ class DistributedTraining(Callback):
             self._agree(partial(world.exchange, n == 0))
 
     def epoch_checkpoint(self) -> None:
-        params = self.learn.model.parameters() if self.parallelism.averages_late else ()
-        totals = self._agree(partial(self.world.sync, *compute_totals(params)))
-        if totals_differ(totals):
-            self.learn.check_replicas()
+        learn = self.learn
+        replicated = [p for p in learn.model.parameters() if not is_dtensor(p)]
+        numbers = (*compute_totals(replicated), learn.finished('st'))
+        sums, magnitudes, steps = zip(*self._agree(partial(self.world.sync, *numbers)), strict=True)
+        if len(set(steps)) > 1:
+            raise DistributedError(
+                f'The processes have taken {min(steps):g} to {max(steps):g} steps, and have different weights now. In '
+                'some of them alone a step was cancelled: let `self.world.any(...)` take such a decision.'
+            )
+        # more than the rounding errors of different hardware
+        if max(sums) - min(sums) > 1e-6 * max(magnitudes):
+            learn.check_replicas()
 
     def iteration_checkpoint(self) -> None:
         self._agree(self.world.sync)
@@ -449,7 +438,6 @@ class DistributedTraining(Callback):
     def _agree(self, exchange: Callable[[], T]) -> T:
         learn = self.learn
         learn.world.post('clock', learn.counters.elapsed())
-        learn.world.n_steps = learn.finished('st') - self._steps_before
         result = exchange()
         if learn.world.value('stop'):
             learn.run.stopping = True
@@ -464,21 +452,17 @@ class GradientMean(Callback):
     run_valid = False
     needs_events = False
     runs_last = ('before_backward',)
-    _factor: Any = None  # factor of a batch that is split into microbatches
 
     def before_batch(self) -> None:
-        "Compute the factor of the whole batch before it is split into microbatches."
+        "Weigh the whole batch before it is split into microbatches."
         learn = self.learn
-        if learn.microbatch and has_weights(learn):
-            self._factor = learn.strategy.gradient_share(learn)
-        elif self._factor is not None:
-            self._factor = None
+        team = learn.strategy.team
+        if team is not None and learn.microbatch and has_weights(learn):
+            team.sum_weights()
 
     def before_backward(self) -> None:
         "Multiply the loss by this rank's share of the batch."
-        factor = self._factor
-        if factor is None:
-            factor = self.learn.strategy.gradient_share(self.learn)
+        factor = self.learn.strategy.gradient_share(self.learn)
         if isinstance(factor, Tensor) or factor != 1:
             self.learn.loss_grad = self.learn.loss_grad * factor
 
@@ -489,7 +473,6 @@ class GradientMean(Callback):
         if team is None:
             return
         batch = team.batch
-        batch.n_steps = None
         if batch.local:
             team.parallelism.average_gradients(learn)
         batch.local = True  # a custom loop may bypass the wrapper that reduces gradients

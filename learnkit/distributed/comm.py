@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkit.core.errors import DistributedError
 
@@ -54,7 +53,6 @@ class Comm:
     # True if `join_ranks` created the default group, so that `leave` destroys it
     is_ours: bool = False
     is_broken: bool = False  # True after a run has failed, when ranks may be at different steps
-    n_steps: int = 0  # optimizer steps of this run, equal on all ranks
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _maxima: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _pending: tuple[Any, Tensor] | None = None  # exchange in flight
@@ -196,7 +194,7 @@ class Comm:
         self._receive()
         if not sends or self.size == 1:
             return
-        t = torch.tensor(self._list_numbers(), dtype=torch.float64)
+        t = torch.tensor(self._posted, dtype=torch.float64)
         self._pending = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
 
     def sync(
@@ -207,23 +205,18 @@ class Comm:
         if self.size == 1:
             return [list(numbers)]
         self._receive()
-        t = torch.tensor([*self._list_numbers(), *numbers], dtype=torch.float64)
+        t = torch.tensor([*self._posted, *numbers], dtype=torch.float64)
         gathered = [torch.empty_like(t) for _ in range(self.size)]
         dist.all_gather(gathered, t, group=self.control)
-        n = len(SLOTS) + 2
-        self._agree_on(torch.stack(gathered)[:, :n].amax(0).tolist())
+        n = len(SLOTS)
+        self._maxima = torch.stack(gathered)[:, :n].amax(0).tolist()
         return [row[n:].tolist() for row in gathered]
 
     def reset(self, **values: float) -> None:
         "Reset all slots for a new run: to `values`, which are equal on all ranks, or to 0."
         self._pending = None
-        self.n_steps = 0
         self._maxima = [values.get(slot, 0.0) for slot in SLOTS]
         self._posted = list(self._maxima)
-
-    def _list_numbers(self) -> list[float]:
-        "Return the numbers to exchange; the maxima of `n_steps` and `-n_steps` show whether `n_steps` is equal."
-        return [*self._posted, self.n_steps, -self.n_steps]
 
     def _receive(self) -> None:
         "Wait for the exchange in flight, if there is one, and store the maxima."
@@ -232,17 +225,7 @@ class Comm:
         work, t = self._pending
         self._pending = None
         work.wait()
-        self._agree_on(t.tolist())
-
-    def _agree_on(self, maxima: list[float]) -> None:
-        "Store the maxima of all slots; raise `DistributedError` if ranks have taken different numbers of steps."
-        *self._maxima, most, least = maxima
-        if most + least:
-            raise DistributedError(
-                f'The processes have taken {-least:g} to {most:g} steps in this fit, and no longer have the same '
-                'weights. In some of them alone a batch or a step was cancelled: take such a decision from what is the '
-                'same in all, or let `self.world.any(...)` take it.'
-            )
+        self._maxima = t.tolist()
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -262,49 +245,16 @@ class Comm:
 SINGLE_RANK = Comm()
 
 
-def write_value(
-    value: Any,
-    pickled: IO[bytes],  # file for everything but the tensors
-    tensors: IO[
-        bytes
-    ],  # file for the tensors, which pickle restores neither on the CPU nor in every dtype
-    pickler: type[pickle.Pickler] = pickle.Pickler,
-) -> None:
-    "Pickle a value, and save the tensors in it with `torch.save`."
-    numbered: dict[int, tuple[int, Tensor]] = {}  # numbers and tensors, by id
-
-    class ValuePickler(pickler):  # type: ignore[valid-type,misc]
-        def persistent_id(self, part: Any) -> int | None:
-            if type(part) not in (Tensor, nn.Parameter):
-                return None
-            return numbered.setdefault(id(part), (len(numbered), part))[0]
-
-    ValuePickler(pickled, protocol=5).dump(value)
-    torch.save([t for _, t in numbered.values()], tensors)
-
-
-def read_value(pickled: IO[bytes], tensors: Any, mmap: bool = False) -> Any:
-    "Unpickle a value that another process of this job has written, with tensors on the CPU."
-    loaded = torch.load(tensors, map_location='cpu', mmap=mmap, weights_only=True)
-
-    class ValueUnpickler(pickle.Unpickler):
-        def persistent_load(self, number: int) -> Any:
-            return loaded[number]
-
-    return ValueUnpickler(pickled).load()
-
-
-def pack(value: Any) -> tuple[bytes, bytes]:
+def pack(value: Any) -> bytes:
     "Convert a value to bytes, for `unpack`."
-    pickled, tensors = BytesIO(), BytesIO()
-    write_value(value, pickled, tensors)
-    return pickled.getvalue(), tensors.getvalue()
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
-def unpack(data: tuple[bytes, bytes]) -> Any:
+def unpack(data: bytes) -> Any:
     "Load a value that another rank of this job has packed, with tensors on the CPU."
-    pickled, tensors = data
-    return read_value(BytesIO(pickled), BytesIO(tensors))
+    return torch.load(BytesIO(data), map_location='cpu', weights_only=False)
 
 
 def launched_as(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -109,27 +109,13 @@ def check_alike(
 @torch.no_grad()
 def compute_totals(tensors: Iterable[Tensor]) -> tuple[float, float]:
     "Return the sum of all numbers and the sum of their magnitudes, to compare the weights of ranks."
-    sums = [_sum_up(t) for t in tensors if t.numel()]
-    if not sums:
-        return 0.0, 0.0
-    both = torch.stack([t.to(sums[0].device) for t in sums]).sum(0)
-    total, magnitude = both.nan_to_num(nan=0.0).tolist()
+    totals = torch.zeros(2, dtype=torch.float64)
+    for t in tensors:
+        numbers = torch.view_as_real(t) if t.is_complex() else t
+        sums = [numbers.sum(dtype=torch.float64), numbers.abs().sum(dtype=torch.float64)]
+        totals += torch.stack(sums).cpu()
+    total, magnitude = totals.nan_to_num(nan=0.0).tolist()
     return total, magnitude
-
-
-def _sum_up(t: Tensor) -> Tensor:
-    "Return the sum of a tensor's numbers and the sum of their magnitudes, shape (2,)."
-    t = torch.view_as_real(t) if t.is_complex() else t.double()
-    magnitude = torch.linalg.vector_norm(t, 1, dtype=torch.float64)
-    return torch.stack([t.sum(dtype=torch.float64), magnitude])
-
-
-def totals_differ(
-    totals: Iterable[Sequence[float]],  # return values of `compute_totals` on each rank
-) -> bool:
-    "Return True if the totals differ by more than the rounding errors of different hardware."
-    sums, magnitudes = zip(*totals, strict=True)
-    return max(sums) - min(sums) > 1e-6 * max(magnitudes)
 
 
 def check_replicas(learn: Learner) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 HOLDER = 'DistributedDataParallel'  # of the seam `model`
 
-T = TypeVar('T', bound=Tensor)
-
 
 class Parallelism:
     """How weights and gradients are distributed over ranks: `Replicas` (DDP) or `Sharded` (FSDP2).
@@ -33,18 +32,11 @@ class Parallelism:
     has its name, and `DistributedTraining._make_parallelism` creates it.
     """
 
-    # True if `average_gradients` averages what no backward pass has averaged
-    averages_late: bool = True
-    has_synced: bool = False  # True once gradients were averaged in a pass with this model
-
     def enter(self, learn: Learner) -> None:
         "Change the Learner's model when the callback is added."
 
     def prepare(self, learn: Learner) -> None:
         "Prepare the model for a fit, after it was moved to its device."
-
-    def catch_up(self, learn: Learner) -> None:
-        "Restore the order in which a resumed run averages gradients."
 
     def begin_pass(
         self,
@@ -101,6 +93,7 @@ class Replicas(Parallelism):
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self._layout: list[Any] = []  # description of the prepared parameters and buffers
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
+        self._has_averaged = False  # True once a pass of the wrapper has averaged gradients
 
     @override
     def prepare(self, learn: Learner) -> None:
@@ -115,7 +108,7 @@ class Replicas(Parallelism):
                 self._wrap(model)
             self._layout = layout
             self._params = params
-            self.has_synced = False
+            self._has_averaged = False
         if self.wrapped is not None:
             learn.seams.take(HOLDER, model=self.call)
 
@@ -131,16 +124,12 @@ class Replicas(Parallelism):
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
 
-    @override
-    def catch_up(self, learn: Learner) -> None:
-        """Give a new wrapper the buckets that the wrapper of the resumed run had.
+    def _order_buckets(self, learn: Learner) -> None:
+        """Let a new wrapper order its buckets, by a pass over the current batch whose gradients are discarded.
 
         After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
-        position of a gradient in a bucket changes sums over more than two ranks in the last bit. A pass over the
-        current batch, whose gradients are discarded, establishes this order."""
-        if self.wrapped is None:
-            return
-        self.has_synced = True
+        position of a gradient in a bucket changes sums over more than two ranks in the last bit. With this pass, the
+        first step of a resumed run equals the step of an uninterrupted run."""
         grads = [(p, p.grad) for p in learn.model.parameters()]
         buffers = [(b, b.clone()) for b in learn.model.buffers()]
         for p, _ in grads:
@@ -166,11 +155,13 @@ class Replicas(Parallelism):
         "Begin a forward pass in training, and return a context for it."
         if self.wrapped is None:
             return None
-        must_average = self.options.get('static_graph') and not self.has_synced
-        if averages or must_average:  # torch requires it of the first pass of a static graph
-            self.has_synced = True
-            return None
-        return self.wrapped.no_sync()
+        must_average = self.options.get('static_graph') and not self._has_averaged
+        if not (averages or must_average):  # torch requires it of the first pass of a static graph
+            return self.wrapped.no_sync()
+        if not self._has_averaged and learn.world.size > 2:
+            self._order_buckets(learn)
+        self._has_averaged = True
+        return None
 
     @override
     def share_buffers(self, learn: Learner) -> None:
@@ -223,12 +214,10 @@ def broadcast_tensors(
     host_group: Any = None,  # process group for tensors on the host; None: the default group
 ) -> None:
     "Replace tensors by the first rank's tensors."
-    import torch.distributed as dist
-
-    for group in group_tensors(tensors):
-        flat = torch.cat([t.reshape(-1) for t in group])
-        dist.broadcast(flat, 0, group=host_group if flat.is_cpu else None)
-        copy_from_flat(group, flat)
+    for t in tensors:
+        values = t.contiguous()
+        dist.broadcast(values, 0, group=host_group if t.is_cpu else None)
+        t.copy_(values)
 
 
 @torch.no_grad()
@@ -236,8 +225,6 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
     """Average gradients over ranks. Every rank must give the same parameters.
 
     A rank without a gradient adds zeros; a parameter without a gradient on any rank keeps none."""
-    import torch.distributed as dist
-
     params = list(parameters)
     if not params:
         return
@@ -245,33 +232,12 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
     has_grad = torch.tensor(flags, dtype=torch.uint8, device=params[0].device)
     dist.all_reduce(has_grad, dist.ReduceOp.MAX)
     params = [p for p, has in zip(params, has_grad.tolist(), strict=True) if has]
-    for p in params:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        p.grad.div_(dist.get_world_size())
-    grads: list[Any] = [p.grad for p in params]
-    for grad in grads:
-        if grad.is_sparse:  # every rank must have it
-            dist.all_reduce(grad)
-    for group in group_tensors(grad for grad in grads if not grad.is_sparse):
-        flat = torch.cat([grad.reshape(-1) for grad in group])
-        dist.all_reduce(flat)
-        copy_from_flat(group, flat)
-
-
-def copy_from_flat(tensors: list[Tensor], flat: Tensor) -> None:
-    "Copy the parts of a flat tensor into tensors."
-    for t, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        t.copy_(value.view_as(t))
-
-
-def group_tensors(tensors: Iterable[T]) -> list[list[T]]:
-    "Group tensors by dtype and device."
-    groups: dict[Any, list[T]] = {}
-    for t in tensors:
-        if t.numel():
-            groups.setdefault((t.dtype, t.device), []).append(t)
-    return list(groups.values())
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    means = [(grad / dist.get_world_size()).contiguous() for grad in grads]
+    for work in [dist.all_reduce(mean, async_op=True) for mean in means]:
+        work.wait()
+    for p, grad, mean in zip(params, grads, means, strict=True):
+        p.grad = grad.copy_(mean)
 
 
 def is_too_big(model: nn.Module) -> bool:

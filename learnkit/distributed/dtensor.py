@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-# for each active strategy: mesh of accelerators, process group of the hosts, mesh of the hosts
-_host_meshes: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
+_host_meshes: dict[DeviceMesh, DeviceMesh] = {}  # mesh of hosts of a mesh of accelerators
 
 
 def is_dtensor(value: Any) -> bool:
@@ -146,14 +145,12 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     "Return the mesh of hosts of a mesh of accelerators; raise `DistributedError` after `close_hosts`."
     if mesh.device_type == 'cpu':
         return mesh
-    # the last of equal meshes is the mesh of the active strategy
-    for accelerators, _, hosts in reversed(_host_meshes):
-        if accelerators == mesh:
-            return hosts
-    raise DistributedError(
-        'This tensor is sharded over processes that no longer train together: read it within '
-        '`learn.distributed(...)`.'
-    )
+    if mesh not in _host_meshes:
+        raise DistributedError(
+            'This tensor is sharded over processes that no longer train together: read it within '
+            '`learn.distributed(...)`.'
+        )
+    return _host_meshes[mesh]
 
 
 def open_hosts(
@@ -161,16 +158,14 @@ def open_hosts(
     group: Any,  # process group of the same ranks on the hosts
 ) -> None:
     "Register the mesh of hosts of a mesh of accelerators, until `close_hosts`."
-    if mesh.device_type == 'cpu':
-        return
     from torch.distributed.device_mesh import DeviceMesh
 
-    _host_meshes.append((mesh, group, DeviceMesh.from_group(group, 'cpu')))
+    _host_meshes[mesh] = DeviceMesh.from_group(group, 'cpu')
 
 
-def close_hosts(group: Any) -> None:
-    "Remove the mesh of hosts of a process group."
-    _host_meshes[:] = [entry for entry in _host_meshes if entry[1] is not group]
+def close_hosts() -> None:
+    "Forget all meshes of hosts."
+    _host_meshes.clear()
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -210,19 +205,16 @@ def sum_of_parts(
 def total_norm(
     tensors: Iterable[Any],
     norm_type: float = 2.0,  # `inf` for the largest absolute value
-    mine: list[Any] | None = None,  # local shards to use instead of the shards of `tensors`
 ) -> Tensor:
     """Return the total norm of full or sharded tensors, without waiting on the host. All ranks must call it.
 
     >>> total_norm([torch.tensor([3.]), torch.tensor([4.])])
     tensor(5.)
     """
-    own, are_parts, group = unpack_shards(tensors)
-    if mine is None:
-        mine = own
+    shards, are_parts, group = unpack_shards(tensors)
     if group is None:
-        return nn.utils.get_total_norm(mine, norm_type)
-    norms = torch.stack([_compute_norm(t, norm_type).to(mine[0].device) for t in mine])
+        return nn.utils.get_total_norm(shards, norm_type)
+    norms = torch.stack([_compute_norm(t, norm_type).to(shards[0].device) for t in shards])
     if norm_type == float('inf'):
         return sum_of_parts(norms, are_parts, group, largest=True).max()
     powers = sum_of_parts(norms.double() ** norm_type, are_parts, group)

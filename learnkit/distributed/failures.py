@@ -42,7 +42,6 @@ class Failures:
         self._store: Any = comm.store
         # error that ended this rank's run, and the error to raise instead of it
         self._reported: tuple[BaseException, BaseException] | None = None
-        self._silent_ranks: list[int] = []  # ranks that have not reported, and will not read
         self._store_answers = True
         self._leaving: Thread | None = None
 
@@ -85,10 +84,9 @@ class Failures:
             self._leaving.join(PATIENCE_S)
 
     def _await_readers(self) -> None:
-        readers = {*range(1, self.comm.size)} - {*self._silent_ranks}
-        keys = [f'read/{rank}' for rank in readers]
+        keys = [f'read/{rank}' for rank in range(1, self.comm.size)]
         end = monotonic() + PATIENCE_S
-        while keys and monotonic() < end and not self._store.check(keys):
+        while monotonic() < end and not self._store.check(keys):
             sleep(0.02)
 
     def _set(self, key: str, text: str = '') -> None:
@@ -148,8 +146,7 @@ class Failures:
                 return str(store.get('error').decode())
             left = [rank for rank in others if store.check([f'left/{rank}'])]
             lost = [rank for rank in others if store.check([f'lost/{rank}'])]
-            self._silent_ranks = [rank for rank in others if rank not in lost]
-            if not self._silent_ranks or left or monotonic() > end:
+            if left or len(lost) == len(others) or monotonic() > end:
                 break
             sleep(0.02)
         places = {rank: store.get(f'lost/{rank}').decode() for rank in lost}
@@ -159,14 +156,13 @@ class Failures:
     def _summarize(self, left: list[int], places: dict[int, str], timed_out: bool) -> str:
         "Return a message that summarizes the reports of ranks whose collectives have failed."
         size = self.comm.size
-        waiting = '; '.join(
-            f'process {rank} waited {text}' for rank, text in sorted(places.items())
-        )
+        waiting = '; '.join(f'process {rank} waited {places[rank]}' for rank in sorted(places))
+        silent = [str(rank) for rank in range(size) if rank not in places]
         if left:
             return f'Process {left[0]} of {size} has left the training: {waiting}.'
-        if not self._silent_ranks:
+        if not silent:
             return f'The {size} processes waited for one another: {waiting}. {ADVICE}'
-        who = f'Process {", ".join(map(str, self._silent_ranks))} of {size}'
+        who = f'Process {", ".join(silent)} of {size}'
         if timed_out:
             return (
                 f'{who} hangs, or was stopped, for {self.comm.timeout_s:g} s: {waiting}. {ADVICE}'

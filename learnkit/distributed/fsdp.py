@@ -52,8 +52,6 @@ class Sharded(Parallelism):
     'TransformerEncoderLayer'
     """
 
-    averages_late = False
-
     def __init__(
         self,
         policy: Any = None,  # mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
@@ -143,7 +141,7 @@ class Sharded(Parallelism):
         try:
             self._restore_model(learn)
         finally:
-            close_hosts(learn.world.control)
+            close_hosts()
 
     def _restore_model(self, learn: Learner) -> None:
         if self.original is None:
@@ -205,11 +203,6 @@ class Sharded(Parallelism):
             broadcast_tensors(model.buffers())
 
     @override
-    def begin_pass(self, learn: Learner, averages: bool) -> None:
-        "Note whether gradients were averaged; torch's hooks reduce the gradients and broadcast the buffers."
-        self.has_synced = self.has_synced or averages
-
-    @override
     def share_buffers(self, learn: Learner) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         reshard(learn.model)
@@ -218,7 +211,7 @@ class Sharded(Parallelism):
     @override
     def release(self, learn: Learner) -> None:
         "Remove the mesh of hosts after a failure; `leave` restores the model."
-        close_hosts(learn.world.control)
+        close_hosts()
 
 
 # -- options ---------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import traceback
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator, Mapping
-from inspect import getclosurevars, isfunction
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from shutil import rmtree
@@ -22,14 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.core.optional import import_library
-from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.core.validation import check_count, warn_user
+from learnkit.core.validation import check_count
 from learnkit.distributed.callback import DistributedTraining
-from learnkit.distributed.comm import read_value, write_value
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -41,9 +37,8 @@ _SERVE_CODE = (
 )
 # prefixes of the environment variables that torchrun and srun set
 _LAUNCHER_PREFIXES = ('TORCHELASTIC_', 'GROUP_', 'ROLE_', 'SLURM_')
-_PAYLOAD = 'payload.pkl'  # file for the processes
-_TENSORS = 'payload.pt'  # file of the tensors in it
-_RESULT = 'back.ckpt'  # file of rank 0's result
+_PAYLOAD = 'payload.pt'  # file for the processes
+_RESULT = 'result.pt'  # file of rank 0's result
 _OUTPUT = 'output{}.txt'  # file of a rank's output
 
 
@@ -61,13 +56,8 @@ def launch(
         folder = Path(name)
         _write_payload(learn, fn, team, folder)
         run_processes(folder, nproc, team.timeout.value)
-        result, _ = read_state(folder / _RESULT)
+        result = torch.load(folder / _RESULT, map_location='cpu', weights_only=False)
         learn.load_checkpoint_state(result['learner'])
-        if result['unsupported']:
-            warn_user(
-                f'The function has returned a {result["unsupported"]}, which stays behind: '
-                'only tensors, numbers, strings, and lists, tuples or dicts of them come back.'
-            )
         return result['result']
 
 
@@ -102,11 +92,7 @@ def _make_team(
 
 
 def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: Path) -> None:
-    """Write the Learner and the function to files in a private folder, functions and classes by value.
-
-    Raises `DistributedError` with the name of a part that cannot be pickled."""
-    cloudpickle = import_library('cloudpickle', 'learn.launch')
-
+    "Write the Learner and the function to a file; raise `DistributedError` if a part cannot be pickled."
     rng = capture_rng()
     if 'cuda' in rng:
         rng['cuda'] = rng['cuda'][:1]
@@ -119,34 +105,18 @@ def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: P
         'own_lrs': learn.own_lrs[0] is learn.lr,
     }
     try:
-        with (folder / _PAYLOAD).open('wb') as pickled, (folder / _TENSORS).open('wb') as tensors:
-            write_value(payload, pickled, tensors, cloudpickle.Pickler)
-    except Exception as error:
-        for name, part in _list_parts(learn, fn):
-            try:
-                cloudpickle.dumps(part)
-            except Exception as e:
-                raise DistributedError(
-                    f'{name} ({type(part).__name__}) cannot be sent to another process: {e}. Make it in the function '
-                    'that is launched, or where it is first used.'
-                ) from error
-        raise
+        _save(payload, folder / _PAYLOAD)
+    except Exception as e:
+        raise DistributedError(
+            f'The Learner or the function cannot be sent to another process: {e}. Make that object in the function '
+            'that is launched, or where it is first used.'
+        ) from e
 
 
-def _list_parts(learn: Learner, fn: Any) -> Iterator[tuple[str, Any]]:
-    "Yield the parts of the Learner and of the function, with their names."
-    if isfunction(fn):
-        outer = getclosurevars(fn)
-        for name, value in {**outer.globals, **outer.nonlocals}.items():
-            yield f'`{name}` of fn', value
-    for name in ('model', 'loss_func', 'opt_func', 'opt'):
-        yield f'learn.{name}', getattr(learn, name)
-    yield 'learn.dls.train', learn.dls.train
-    yield 'learn.dls', learn.dls
-    for cb in learn.cbs:
-        for name, value in vars(cb).items():
-            if name != 'learn':
-                yield f'learn.{cb.name}.{name}', value
+def _save(value: Any, path: Path) -> None:
+    "Save a value for another process of this launch, functions and classes by value."
+    cloudpickle = import_library('cloudpickle', 'learn.launch')
+    torch.save(value, path, pickle_module=cloudpickle, pickle_protocol=5)
 
 
 # -- in the process that launches ------------------------------------------------------------------
@@ -301,10 +271,9 @@ def serve(
 
 def _train(rank: int, folder: Path) -> None:
     "Call the function with the Learner; rank 0 writes its state and the result to the folder."
-    with (folder / _PAYLOAD).open('rb') as pickled:
-        payload = read_value(pickled, folder / _TENSORS, mmap=True)
+    # written by the process that launches, with tensors that may be on a GPU
+    payload = torch.load(folder / _PAYLOAD, map_location='cpu', mmap=True, weights_only=False)
     learn = payload['learn']
-    unsupported = ''
     if payload['own_lrs']:
         learn.own_lrs = learn.lr, learn.own_lrs[1]
     if rank == 0:
@@ -312,15 +281,8 @@ def _train(rank: int, folder: Path) -> None:
     with learn.removed_cbs([DistributedTraining]), learn.added_cbs(payload['team']):
         result = payload['fn'](learn)
     learn.close()
-    if rank:
-        return
-    try:
-        result = to_plain(result, 'The result')
-    except OptionError:
-        unsupported = type(result).__name__
-        result = None
-    state = {'learner': learn.checkpoint_state(), 'result': result, 'unsupported': unsupported}
-    write_state(folder / _RESULT, state, {})
+    if rank == 0:
+        _save({'learner': learn.checkpoint_state(), 'result': result}, folder / _RESULT)
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -169,8 +169,7 @@ class SeveralProcesses(SingleProcess):
 
         A rank's own state is its random generators, its position in the data, and the states of callbacks and the
         gradients that differ from the first rank's."""
-        rank_states = gather_rank_states(state, learn.world)
-        return {**state, 'processes': rank_states, 'has_synced': self.team.parallelism.has_synced}
+        return {**state, 'processes': gather_rank_states(state, learn.world)}
 
     @override
     def take_own_state(self, learn: Learner, resume: ResumeState) -> ResumeState:
@@ -202,7 +201,6 @@ class SeveralProcesses(SingleProcess):
     @override
     def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
-        self.team.parallelism.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)
 
 

@@ -89,10 +89,10 @@ CASES: dict[str, Callable[[int], Learner]] = {
         cbs=lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
     ),
 }
-SENT = {  # one message a step; after the epoch two, as no backward pass has averaged
+SENT = {  # one message a step; after the epoch five, as no backward pass has averaged the four gradients
     'accumulation': [0, 0, 0, 1] * 4 + [0],
-    'a tail': [0, 0, 0, 1] * 3 + [0, 2],
-    'pieces and a tail': [0, 0, 0, 1] * 3 + [0, 2],
+    'a tail': [0, 0, 0, 1] * 3 + [0, 5],
+    'pieces and a tail': [0, 0, 0, 1] * 3 + [0, 5],
 }
 
 
