@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
-from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.model import call_module
 from learnkit.core.random import preserved_rng
 from learnkit.engine.loss import call_model
@@ -66,11 +64,8 @@ class Replicas(Parallelism):
     the wrapper's buckets (`gradient_as_bucket_view`), which saves a copy of the gradients, in memory and in time; the
     next backward pass overwrites the gradients.
 
-    Raises `OptionError` for unknown options.
-
-    >>> Replicas(bucket_cap=5)
-    Traceback (most recent call last):
-    learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
+    >>> Replicas(bucket_cap_mb=5).options
+    {'gradient_as_bucket_view': True, 'bucket_cap_mb': 5}
     """
 
     def __init__(
@@ -80,13 +75,6 @@ class Replicas(Parallelism):
         **options: Any,  # options of DistributedDataParallel, such as `bucket_cap_mb`
     ) -> None:
         super().__init__()
-        known = list_wrapper_options()
-        unknown = set(options) - set(known)
-        if unknown:
-            raise OptionError(
-                f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and the options of torch's "
-                f'DistributedDataParallel, {", ".join(known)}.{did_you_mean(min(unknown), known)}'
-            )
         self.comm_hook = comm_hook
         self.comm_state = comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
@@ -196,16 +184,6 @@ class Replicas(Parallelism):
     def leave(self, learn: Learner) -> None:
         "Remove the wrapper."
         self.release(learn)
-
-
-def list_wrapper_options() -> list[str]:
-    "Return the names of the options of DistributedDataParallel that a user may set."
-    reserved = ('self', 'module', 'device_ids', 'output_device', 'dim', 'process_group')
-    return [
-        name
-        for name in signature(nn.parallel.DistributedDataParallel.__init__).parameters
-        if name not in reserved
-    ]
 
 
 @torch.no_grad()

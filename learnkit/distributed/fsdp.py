@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
+from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import (
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
-OPTIONS = ('policy', 'wrap', 'offload')
 
 
 class Sharded(Parallelism):
@@ -45,8 +43,8 @@ class Sharded(Parallelism):
     Gradients are reduced after every backward pass, also of microbatches and accumulated batches, so that no full
     gradient is kept.
 
-    Raises `OptionError` for unknown options, `ModelError` for a model that cannot be sharded, and `DistributedError`
-    before training for callbacks and optimizers that need full weights.
+    Raises `ModelError` for a model in a wrapper, and `DistributedError` before training for callbacks and optimizers
+    that need full weights.
 
     >>> Sharded(wrap=nn.TransformerEncoderLayer).wrap.__name__
     'TransformerEncoderLayer'
@@ -57,15 +55,7 @@ class Sharded(Parallelism):
         policy: Any = None,  # mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
         wrap: Wrap = None,  # units to shard: class(es) or a function; None: repeated blocks
         offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
-        **unknown: Any,
     ) -> None:
-        super().__init__()
-        if unknown:
-            name = next(iter(unknown))
-            raise OptionError(
-                f"{name}: the options of strategy 'fsdp' are "
-                f'{", ".join(OPTIONS)}.{did_you_mean(name, OPTIONS)}'
-            )
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         self.policies = make_policies(policy)
@@ -85,13 +75,7 @@ class Sharded(Parallelism):
         check_can_be_sharded(original)
         self._device = next(original.parameters()).device
         original.to('cpu')  # a device may not have memory for two models
-        try:
-            copy = deepcopy(original)
-        except (TypeError, RuntimeError, ValueError) as e:
-            raise ModelError(
-                f"Strategy 'fsdp' works on a copy of the model, and {type(original).__name__} cannot be "
-                f'copied: {e}'
-            ) from e
+        copy = deepcopy(original)
         self._shard(copy, learn)
         self.original = original
         self._handled = sys.exception()
@@ -234,18 +218,11 @@ def make_policies(policy: Any) -> tuple[Any, Any]:
 
 def check_can_be_sharded(model: nn.Module) -> None:
     "Raise `ModelError` for a model that cannot be sharded."
-    name = type(model).__name__
     wrappers = wrappers_of(model)
     if wrappers:
         raise ModelError(
             f"Strategy 'fsdp' shards the model itself, not {type(wrappers[0]).__name__} around it. Give the "
             'Learner the bare model, and call `learn.compile()` once the strategy is at work.'
-        )
-    if not has_weights(model):
-        raise ModelError(f'{name} has no parameters to shard.')
-    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
-        raise ModelError(
-            f'{name} has parameters without a size yet: let one batch through it first.'
         )
 
 

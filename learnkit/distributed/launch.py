@@ -35,8 +35,6 @@ _SERVE_CODE = (
     'import sys; sys.path[:] = sys.argv[2:]; '
     'from learnkit.distributed.launch import serve; serve(sys.argv[1])'
 )
-# prefixes of the environment variables that torchrun and srun set
-_LAUNCHER_PREFIXES = ('TORCHELASTIC_', 'GROUP_', 'ROLE_', 'SLURM_')
 _PAYLOAD = 'payload.pt'  # file for the processes
 _RESULT = 'result.pt'  # file of rank 0's result
 _OUTPUT = 'output{}.txt'  # file of a rank's output
@@ -55,7 +53,7 @@ def launch(
     with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _write_payload(learn, fn, team, folder)
-        run_processes(folder, nproc, team.timeout.value)
+        run_processes(folder, nproc)
         result = torch.load(folder / _RESULT, map_location='cpu', weights_only=False)
         learn.load_checkpoint_state(result['learner'])
         return result['result']
@@ -92,7 +90,7 @@ def _make_team(
 
 
 def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: Path) -> None:
-    "Write the Learner and the function to a file; raise `DistributedError` if a part cannot be pickled."
+    "Write the Learner and the function to a file."
     rng = capture_rng()
     if 'cuda' in rng:
         rng['cuda'] = rng['cuda'][:1]
@@ -104,19 +102,19 @@ def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: P
         # pickling loses the identity by which learning rates set by the optimizer are recognized
         'own_lrs': learn.own_lrs[0] is learn.lr,
     }
-    try:
-        _save(payload, folder / _PAYLOAD)
-    except Exception as e:
-        raise DistributedError(
-            f'The Learner or the function cannot be sent to another process: {e}. Make that object in the function '
-            'that is launched, or where it is first used.'
-        ) from e
+    _save(payload, folder / _PAYLOAD)
 
 
 def _save(value: Any, path: Path) -> None:
-    "Save a value for another process of this launch, functions and classes by value."
+    "Save a value for another process, functions and classes by value; raise `DistributedError` if pickle cannot."
     cloudpickle = import_library('cloudpickle', 'learn.launch')
-    torch.save(value, path, pickle_module=cloudpickle, pickle_protocol=5)
+    try:
+        torch.save(value, path, pickle_module=cloudpickle, pickle_protocol=5)
+    except Exception as e:
+        raise DistributedError(
+            f'The Learner, or the function or its result, cannot be sent to another process: {e}. Make that object '
+            'in the function that is launched, or where it is first used.'
+        ) from e
 
 
 # -- in the process that launches ------------------------------------------------------------------
@@ -125,7 +123,6 @@ def _save(value: Any, path: Path) -> None:
 def run_processes(
     folder: Path,  # folder of the launch, with the payload
     n: int,  # number of processes
-    timeout_s: float,  # seconds to wait for the other processes after the first has exited
 ) -> None:
     """Run processes in new interpreters, as torchrun does, and print the output of rank 0; leave no process.
 
@@ -138,13 +135,13 @@ def run_processes(
         try:
             for rank in range(n):
                 processes.append(_start(folder, rank, environment(rank, n, port)))
-            codes = _wait(processes, shown, timeout_s)
+            codes = _wait(processes, shown)
         except KeyboardInterrupt:
             for p in processes:
                 if p.poll() is None:
                     p.send_signal(signal.SIGINT)
             # for the cleanup of callbacks
-            _wait(processes, shown, timeout_s, end=monotonic() + GRACE_S)
+            _wait(processes, shown, end=monotonic() + GRACE_S)
             raise
         finally:
             for p in processes:
@@ -152,7 +149,7 @@ def run_processes(
                     os.killpg(p.pid, signal.SIGKILL)  # with the workers of its loaders
                 p.communicate()
     if any(code != 0 for code in codes):
-        raise _make_error(folder, codes, timeout_s)
+        raise _make_error(folder, codes)
 
 
 def _start(folder: Path, rank: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -171,10 +168,9 @@ def _start(folder: Path, rank: int, env: Mapping[str, str]) -> subprocess.Popen[
 def _wait(
     processes: list[subprocess.Popen[bytes]],
     shown: BinaryIO,  # file to print
-    timeout_s: float,
     end: float = inf,  # time at which waiting ends
 ) -> list[int | None]:
-    "Print a file until all processes have exited, or some for too long; return the exit codes."
+    "Print a file until all processes have exited, or one has failed for some time; return the exit codes."
     decoder = getincrementaldecoder('utf-8')('replace')
     codes: list[int | None] = [None]
     while None in codes and monotonic() < end:
@@ -183,12 +179,10 @@ def _wait(
         print(decoder.decode(shown.read()), end='', flush=True)
         if any(codes):
             end = min(end, monotonic() + GRACE_S)
-        elif end == inf and codes.count(None) < len(codes):
-            end = monotonic() + timeout_s
     return codes
 
 
-def _make_error(folder: Path, codes: list[int | None], timeout_s: float) -> DistributedError:
+def _make_error(folder: Path, codes: list[int | None]) -> DistributedError:
     "Return the error of the process that failed first."
     n = len(codes)
     reports = [json.loads(path.read_text('utf-8')) for path in folder.glob('failed*.json')]
@@ -198,16 +192,11 @@ def _make_error(folder: Path, codes: list[int | None], timeout_s: float) -> Dist
         return DistributedError(
             f'Process {first["rank"]} of {n} has failed: {first["type"]}: {first["message"]}\n\n{first["traceback"]}'
         )
-    for rank, code in enumerate(codes):
-        if code:
-            how = f'exit code {code}' if code > 0 else signal.Signals(-code).name
-            output = (folder / _OUTPUT.format(rank)).read_text('utf-8', 'replace')
-            last_lines = ''.join(output.splitlines(keepends=True)[-30:])
-            return DistributedError(f'Process {rank} of {n} has ended with {how}.\n{last_lines}')
-    slow = ', '.join(str(rank) for rank, code in enumerate(codes) if code is None)
-    return DistributedError(
-        f'Process {slow} of {n} did not end within {timeout_s:g} s of the others.'
-    )
+    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    how = f'exit code {code}' if code > 0 else signal.Signals(-code).name
+    output = (folder / _OUTPUT.format(rank)).read_text('utf-8', 'replace')
+    last_lines = ''.join(output.splitlines(keepends=True)[-30:])
+    return DistributedError(f'Process {rank} of {n} has ended with {how}.\n{last_lines}')
 
 
 def free_port() -> int:
@@ -226,16 +215,13 @@ def environment(
     defaults = {'OMP_NUM_THREADS': str(max(1, (os.cpu_count() or 1) // n))}
     if sys.platform == 'linux':
         defaults['GLOO_SOCKET_IFNAME'] = 'lo'
-    # the rank and store of a launcher that has started this process must not be inherited
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     return {
         **defaults,
-        **inherited,
+        **os.environ,
         'RANK': str(rank),
         'LOCAL_RANK': str(rank),
         'WORLD_SIZE': str(n),
         'LOCAL_WORLD_SIZE': str(n),
-        'GROUP_RANK': '0',
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': str(port),
         'PYTHONUNBUFFERED': '1',

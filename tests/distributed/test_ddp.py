@@ -138,19 +138,9 @@ def test_bad_options() -> None:
         {'strategy': 'dpp'},
         {'uneven': 'drop_last'},
         {'timeout': '3ep'},
-        {'strategy': 'ddp', 'bucket_cap': 3},
-        {'strategy': 'fsdp', 'bucket_cap_mb': 3},
     ):
         with pytest.raises(OptionError, match=[*options][-1]):
             DistributedTraining(**options)
-    learn = make_learner()
-
-    def job(rank: int) -> None:
-        with pytest.raises(OptionError, match='bucket_cap'), learn.distributed(bucket_cap=3):
-            learn.fit(1)
-        assert learn.world is SINGLE_RANK and 'distributed_training' not in vars(learn)
-
-    run_ranks(job)
 
 
 def test_rows_and_files_are_the_first_one_s(tmp_path: Path) -> None:

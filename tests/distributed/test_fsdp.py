@@ -280,14 +280,6 @@ def test_what_fails_leaves_the_model_as_it_was():
     assert rest == [True, 1]
 
 
-@pytest.mark.parametrize(
-    ('model', 'message'),
-    [
-        (lambda: nn.Identity(), 'no parameters'),
-        (lambda: nn.LazyLinear(3), 'without a size'),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), 'not DataParallel'),
-    ],
-)
-def test_models_that_cannot_be_cut_are_refused(model, message):
-    with pytest.raises(ModelError, match=message):
-        check_can_be_sharded(model())
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(ModelError, match='not DataParallel'):
+        check_can_be_sharded(nn.DataParallel(nn.Linear(2, 2)))

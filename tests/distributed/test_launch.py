@@ -228,21 +228,3 @@ def test_processes_share_the_cores_by_default(monkeypatch: pytest.MonkeyPatch) -
     assert environment(1, 10_000, 5)['OMP_NUM_THREADS'] == '1'
     monkeypatch.setenv('OMP_NUM_THREADS', '5')
     assert environment(0, 2, 5)['OMP_NUM_THREADS'] == '5'
-
-
-def test_variables_of_a_launcher_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torchrun = {
-        'RANK': '3',
-        'LOCAL_RANK': '3',
-        'WORLD_SIZE': '4',
-        'LOCAL_WORLD_SIZE': '4',
-        'GROUP_RANK': '2',
-        'MASTER_ADDR': 'elsewhere',
-        'MASTER_PORT': '1',
-        'TORCHELASTIC_USE_AGENT_STORE': 'True',
-    }
-    for name, value in of_torchrun.items():
-        monkeypatch.setenv(name, value)
-    env = environment(1, 2, 5)
-    assert [env[name] for name in list(of_torchrun)[:-1]] == '1 1 2 2 0 127.0.0.1 5'.split()
-    assert 'TORCHELASTIC_USE_AGENT_STORE' not in env
