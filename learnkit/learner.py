@@ -1333,9 +1333,7 @@ class Learner(Loop):
         self,
         fn: Callable[[Any], Any],  # f(learn) in each process: `lambda learn: learn.fit(3)`
         nproc: int = 2,  # number of processes
-        *,
-        timeout: str | int | Time = '10m',  # timeout of the process group
-        **options: Any,  # further arguments of `DistributedTraining`
+        **options: Any,  # arguments of `DistributedTraining`
     ) -> Any:
         """Start several processes, for example from a notebook, train in them, and load the result into this Learner.
 
@@ -1345,9 +1343,9 @@ class Learner(Loop):
         interrupting the kernel ends all processes. Functions and classes of a notebook are pickled by value
         (`pip install cloudpickle`).
 
-        Raises `OptionError` or `MissingExtraError` before a process is started, with the name of each object that
-        cannot be pickled, and `DistributedError` with the traceback of the process that failed first. In these cases
-        this Learner is unchanged.
+        Raises `OptionError` or `MissingExtraError` before a process is started, and `DistributedError` for an object
+        that cannot be pickled, or with the traceback of the process that failed first. In these cases this Learner is
+        unchanged.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().launch(lambda learn: learn.fit(1), nproc=0)
@@ -1356,7 +1354,7 @@ class Learner(Loop):
         """
         from learnkit.distributed.launch import launch
 
-        return launch(self, fn, nproc, timeout=timeout, **options)
+        return launch(self, fn, nproc, **options)
 
     def check_replicas(self) -> None:
         """Compare weights, buffers and the optimizer's state of all ranks.

@@ -25,7 +25,7 @@ from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
 from learnkit.distributed.comm import Comm
-from learnkit.distributed.dtensor import empty_on_host, full_tensor, is_dtensor
+from learnkit.distributed.dtensor import full_tensor, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,6 +199,7 @@ def load_parts(
 def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
     "Return the tensors of a folder by name: full tensors, or this rank's shards."
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.tensor import Shard, empty
 
     with (folder / '.metadata').open('rb') as f:
         metadata = _MetadataUnpickler(f).load()
@@ -209,7 +210,7 @@ def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[s
         if mesh is None:
             tensors[name] = torch.empty(size, dtype=dtype)
         else:
-            tensors[name] = empty_on_host([*size], dtype, mesh)
+            tensors[name] = empty(size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
     # not by torch's `load`, which would run any pickle in `.metadata`
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from fastcore.basics import noop
 from torch import Tensor, nn
 from typing_extensions import override
@@ -32,7 +31,7 @@ from learnkit.distributed.compare import (
 from learnkit.distributed.ddp import Parallelism, Replicas, average, is_too_big
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.failures import Failures
-from learnkit.distributed.shard_spec import ShardSpec, check_option
+from learnkit.distributed.shard_spec import BATCH_SIZES, check_option
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback, declared
@@ -56,22 +55,8 @@ class BatchShare:
     local: bool = True  # gradients may not be averaged yet
     tokens_before: int = 0  # tokens before the batch
     tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
-    weights: Weights | None = None  # weights, if the loss does not average over samples
-
-
-class Weights:
-    "Weight of a batch on this rank, and its sum over all ranks, which is reduced during the forward pass."
-
-    def __init__(self, own: Any, learn: Learner) -> None:
-        self.own = torch.as_tensor(own, dtype=torch.float64, device=learn.batch_device)
-        self._sum = self.own.detach().clone()
-        group = learn.world.control if self._sum.is_cpu else None
-        self._work = dist.all_reduce(self._sum, group=group, async_op=True)
-
-    def total(self) -> Tensor:
-        "Return the sum over all ranks, on the device of the batch."
-        self._work.wait()  # on a GPU only the stream waits, not the host
-        return self._sum
+    # this rank's weight, and f() -> weight of all ranks, if the loss does not average over samples
+    weights: tuple[Tensor, Callable[[], Tensor]] | None = None
 
 
 class DistributedTraining(Callback):
@@ -85,9 +70,9 @@ class DistributedTraining(Callback):
     the user's loaders, which are unchanged. A loader with torch's `DistributedSampler`, or `sharded_already=True`, is
     not sharded. Rank 0 writes files and prints rows and bars.
 
-    With `batch_size='process'` each rank uses the loader's batch size; with 'global' the ranks split it. The last
-    batch may have too few samples for all ranks: with `uneven='join'` each sample is used once, and gradients are
-    weighted to be the mean over the samples; 'drop' discards the remainder.
+    With `batch_size='process'` each rank uses the loader's batch size; with 'global' the ranks split it. If the last
+    batch has too few samples for all ranks, each sample is used once, and gradients are weighted to be the mean over
+    the samples. A loader with `drop_last` drops a last batch that is smaller.
 
     The ranks agree on `learn.stop()`, SIGTERM and the clock every `agree_every` batches, while the next batch is
     computed, and between epochs. By default that is every 8 batches for a model of less than ten million weights, and
@@ -112,7 +97,6 @@ class DistributedTraining(Callback):
         strategy: str = 'auto',  # 'ddp': replicated model; 'fsdp': sharded model; 'auto'
         *,
         batch_size: str = 'process',  # meaning of the loaders' batch size: 'process' or 'global'
-        uneven: str = 'join',  # treatment of an uneven last batch: 'join' or 'drop'
         sharded_already: bool = False,  # True if the loaders iterate over this rank's shard
         agree_every: int | None = None,  # batches between agreements; None: by size of the model
         timeout: str | int | Time = '10m',  # timeout of the process group
@@ -120,7 +104,7 @@ class DistributedTraining(Callback):
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
         check_option('strategy', strategy, STRATEGIES)
-        ShardSpec(0, 1, batch_size, uneven)  # raises for invalid options
+        check_option('batch_size', batch_size, BATCH_SIZES)
         if agree_every is not None:
             check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
@@ -129,7 +113,7 @@ class DistributedTraining(Callback):
         self.strategy = strategy
         self.backend = backend
         self.sharded_already = sharded_already
-        self.loader_options = {'batch_size': batch_size, 'uneven': uneven}
+        self.batch_size = batch_size
         self._options = options
         self.agree_every = agree_every
         if strategy != 'auto':
@@ -199,7 +183,7 @@ class DistributedTraining(Callback):
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
             'options of the strategy': sorted(self._options),
-            **self.loader_options,
+            'batch_size': self.batch_size,
         }
         shared = {f'option {name}': repr(value) for name, value in options.items()}
         return {**lengths, 'trained so far': ', '.join(counts), **shared}
@@ -223,7 +207,7 @@ class DistributedTraining(Callback):
                 learn.dls,
                 world.rank,
                 world.size,
-                **self.loader_options,
+                batch_size=self.batch_size,
                 count=batch_counter(learn),
             )
         if torch.device(learn.dls.device).type == world.device.type:
@@ -404,11 +388,13 @@ class DistributedTraining(Callback):
         )
         return self.batch.tokens
 
-    def sum_weights(self) -> Weights:
-        "Return the weights of this batch; the first call starts to sum them over all ranks."
+    def sum_weights(self) -> tuple[Tensor, Callable[[], Tensor]]:
+        "Return this batch's weight, and f() -> the sum over ranks, which starts with the first call."
         if self.batch.weights is None:
-            own = self.learn.strategy.own_weight(self.learn)
-            self.batch.weights = Weights(own, self.learn)
+            learn = self.learn
+            weight = learn.strategy.own_weight(learn)
+            own = torch.as_tensor(weight, dtype=torch.float64, device=learn.batch_device)
+            self.batch.weights = own, learn.world.start_sum(own)
         return self.batch.weights
 
     def batch_checkpoint(self) -> None:

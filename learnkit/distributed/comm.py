@@ -108,17 +108,18 @@ class Comm:
         t: Tensor,  # tensor of the same shape on every rank
     ) -> Tensor:
         "Return the sum of a tensor over all ranks, in float64 on the host, bitwise equal on all ranks."
-        return self.start_sum(t)()
+        return self.start_sum(t.cpu())()
 
     def start_sum(self, t: Tensor) -> Callable[[], Tensor]:
-        "Start an asynchronous `sum`, and return the function that waits for the result."
-        total = t.detach().to('cpu', torch.float64, copy=True).contiguous()
+        "Start an asynchronous sum over all ranks in float64, on the tensor's device; return f() -> the sum."
+        total = t.detach().to(torch.float64, copy=True).contiguous()
         if self.size == 1:
             return lambda: total
-        work = dist.all_reduce(total, group=self.control, async_op=True)
+        group = self.control if total.is_cpu else None
+        work = dist.all_reduce(total, group=group, async_op=True)
 
         def wait() -> Tensor:
-            work.wait()
+            work.wait()  # on a GPU only the stream waits, not the host
             return total
 
         return wait

@@ -90,30 +90,25 @@ def distribute_like(
     if not is_dtensor(own):
         return full_tensor(value).to(own.device) if is_dtensor(value) else value
     if is_dtensor(value):
-        shard = local_shard(value)
-    else:
-        shard = shard_tensor(value, own.device_mesh, own.placements)
-    shard = shard.detach().to(local_shard(own).device, copy=True)
-    return _make_dtensor(shard, own.device_mesh, own)
+        return make_dtensor(local_shard(value).to(local_shard(own).device, copy=True), own)
+    from torch.distributed.tensor import distribute_tensor
+
+    # every rank has the full tensor, and takes its shard without communication
+    sharded = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+    return sharded.detach().clone()
 
 
-def shard_tensor(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
-    "Return this rank's shard of a full tensor on a mesh of one dimension."
-    [placement] = placements
-    if not placement.is_shard():
-        return t
-    shards = t.chunk(mesh.size(), placement.dim)
-    rank = mesh.get_local_rank()
-    return shards[rank] if rank < len(shards) else t.narrow(placement.dim, 0, 0)
-
-
-def _make_dtensor(shard: Tensor, mesh: DeviceMesh, template: Any) -> DTensor:
-    "Return a DTensor from a local shard, with the placements, shape and strides of `template`."
+def make_dtensor(
+    shard: Tensor,  # this rank's shard
+    template: Any,  # DTensor
+    mesh: DeviceMesh | None = None,  # mesh of the same ranks; None: of `template`
+) -> DTensor:
+    "Return a DTensor with the placements, shape and strides of `template`."
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
         shard,
-        mesh,
+        mesh or template.device_mesh,
         template.placements,
         run_check=False,
         shape=template.shape,
@@ -123,22 +118,7 @@ def _make_dtensor(shard: Tensor, mesh: DeviceMesh, template: Any) -> DTensor:
 
 def on_host(t: Any, mine: Tensor) -> Any:
     "Return a DTensor on the host that is sharded like `t`, from this rank's shard `mine`."
-    return _make_dtensor(mine, host_mesh(t.device_mesh), t)
-
-
-def empty_on_host(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-    "Return an uninitialized DTensor on a mesh of hosts, sharded along the first dimension like `fully_shard`."
-    from torch.distributed.tensor import DTensor, Shard
-
-    n = mesh.size()
-    rank = mesh.get_local_rank()
-    length = -(-size[0] // n)  # the length of a chunk of torch.chunk
-    local_length = max(0, min(length, size[0] - rank * length))
-    shard = torch.empty([local_length, *size[1:]], dtype=dtype)
-    strides = torch.empty(size, device='meta').stride()
-    return DTensor.from_local(
-        shard, mesh, [Shard(0)], run_check=False, shape=torch.Size(size), stride=strides
-    )
+    return make_dtensor(mine, t, host_mesh(t.device_mesh))
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -44,12 +44,10 @@ def launch(
     learn: Learner,
     fn: Callable[[Any], Any],  # function called with the Learner in each process
     nproc: int,  # number of processes
-    *,
-    timeout: Any,  # timeout of the process group
     **options: Any,  # further arguments of `DistributedTraining`
 ) -> Any:
     "Implement `Learner.launch`."
-    team = _make_team(learn, fn, nproc, timeout, options)
+    team = _make_team(learn, fn, nproc, options)
     with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _write_payload(learn, fn, team, folder)
@@ -60,7 +58,7 @@ def launch(
 
 
 def _make_team(
-    learn: Learner, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]
+    learn: Learner, fn: Any, nproc: Any, options: Mapping[str, Any]
 ) -> DistributedTraining:
     """Return the callback that joins the processes.
 
@@ -76,7 +74,7 @@ def _make_team(
             'launch() inside a run, or in one of several processes. Call it before or after `fit`.'
         )
     own = [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)]
-    team = own[0] if own and not options else DistributedTraining(timeout=timeout, **options)
+    team = own[0] if own and not options else DistributedTraining(**options)
     device = getattr(learn.dls, 'device', None)
     n_gpus = torch.cuda.device_count()
     if device is not None and device.type == 'cuda' and team.backend != 'gloo' and nproc > n_gpus:

@@ -45,7 +45,7 @@ class RoundShard(Shard):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, if the order is known."
-        return type(self)(make_unshuffled(self.source), replace(self.spec, uneven='join'))
+        return type(self)(make_unshuffled(self.source), replace(self.spec, drops_last=False))
 
     def _take_parts(self, batches: Iterator[Any]) -> Iterator[Any]:
         "Yield this rank's part of each round of a pass over the whole loader."
@@ -63,7 +63,7 @@ class RoundShard(Shard):
         while True:
             with self.order:
                 drawn = list(islice(batches, per_round))
-            if len(drawn) == per_round or (drawn and self.spec.uneven != 'drop'):
+            if len(drawn) == per_round or (drawn and not self.spec.drops_last):
                 yield drawn
             if len(drawn) < per_round:
                 return

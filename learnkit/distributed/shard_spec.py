@@ -10,7 +10,6 @@ from learnkit.core.batch import find_bs
 from learnkit.core.errors import LoaderError, OptionError, did_you_mean
 
 BATCH_SIZES = ('process', 'global')
-UNEVEN = ('join', 'drop')
 
 
 def check_option(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -37,12 +36,11 @@ class ShardSpec:
     rank: int
     size: int
     batch_size: str = 'process'  # meaning of the loader's batch size: per 'process', or 'global'
-    uneven: str = 'join'  # last round: 'join' takes each sample once, 'drop' omits it
+    drops_last: bool = False  # whether a last round that is smaller is dropped
     count: Callable[[Any], int] = find_bs  # function returning the number of samples in a batch
 
     def __post_init__(self) -> None:
         check_option('batch_size', self.batch_size, BATCH_SIZES)
-        check_option('uneven', self.uneven, UNEVEN)
         if not 0 <= self.rank < self.size:
             raise LoaderError(f'There is no process {self.rank} of {self.size}: they count from 0.')
 
@@ -70,11 +68,11 @@ class ShardSpec:
 
     def count_batches(
         self,
-        n: int,  # number of samples of a pass over the loader
-        full: int,  # number of samples of a full round
+        n: int,  # number of samples, or batches, of a pass over the loader
+        full: int,  # number in a full round
     ) -> int:
         "Return the number of batches, which is the same on every rank."
-        return n // full if self.uneven == 'drop' else -(-n // full)
+        return n // full if self.drops_last else -(-n // full)
 
     def pieces(
         self,

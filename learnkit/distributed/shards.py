@@ -46,7 +46,6 @@ def shard(
     rank: int,  # rank of this process
     size: int,  # number of ranks
     batch_size: str = 'process',  # meaning of the loader's batch size: per 'process', or 'global'
-    uneven: str = 'join',  # last round: 'join' takes each sample once, 'drop' omits it
     count: Callable[[Any], int] = find_bs,  # function returning the number of samples in a batch
 ) -> Any:
     """Return this rank's shard of a loader.
@@ -66,9 +65,8 @@ def shard(
     >>> [dl.share(1) for dl in shards]
     [(0, 1), (1, 1)]
     """
-    if batch_size == 'process' and getattr(dl, 'drop_last', False):
-        uneven = 'drop'
-    return _make_shard(dl, ShardSpec(rank, size, batch_size, uneven, count))
+    drops_last = batch_size == 'process' and getattr(dl, 'drop_last', False)
+    return _make_shard(dl, ShardSpec(rank, size, batch_size, drops_last, count))
 
 
 def shard_loaders(
@@ -76,7 +74,6 @@ def shard_loaders(
     rank: int,  # rank of this process
     size: int,  # number of ranks
     batch_size: str = 'process',  # meaning of the loaders' batch size: per 'process', or 'global'
-    uneven: str = 'join',  # last round of the training loader; other loaders use 'join'
     count: Callable[[Any], int] = find_bs,  # function returning the number of samples in a batch
 ) -> Any:
     """Return `DataLoaders` with this rank's shard of each loader, and the other attributes of `dls`.
@@ -87,11 +84,11 @@ def shard_loaders(
     >>> [[x.tolist() for x, in dl] for dl in shard_loaders(dls, 1, 2)]
     [[[2, 3], [6, 7]], [[1, 2]]]
     """
-    train = shard(dls.train, rank, size, batch_size, uneven, count=count)
+    train = shard(dls.train, rank, size, batch_size, count)
     if n_batches(train) == 0:
         raise EmptyLoaderError(
-            f'The training loader has {n_batches(dls.train)} batches, which is less than one for all {size} processes '
-            "together, and what is left over is dropped. Lower the batch size, or give uneven='join' without drop_last."
+            f'The training loader has {n_batches(dls.train)} batches, less than one for each of {size} processes, and '
+            'drops what is left over. Lower the batch size, or give a loader without drop_last.'
         )
     spec = ShardSpec(rank, size, batch_size, count=count)
     shards = copy(dls) if isinstance(dls, DataLoaders) else _LoadersProxy(dls)
@@ -188,7 +185,7 @@ class TensorShard(Shard, TensorLoader):
     @override
     def new(self, **changes: Any) -> TensorShard:
         "Return a shard of the loader with other options, which takes each sample once."
-        return TensorShard(self.source.new(**changes), replace(self.spec, uneven='join'))
+        return TensorShard(self.source.new(**changes), replace(self.spec, drops_last=False))
 
     @override
     def draw_order(self) -> Tensor:
@@ -218,7 +215,7 @@ class IndexShard(Shard, DataLoader[Any]):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, each sample once."
-        return _make_shard(make_unshuffled(self.source), replace(self.spec, uneven='join'))
+        return _make_shard(make_unshuffled(self.source), replace(self.spec, drops_last=False))
 
 
 class ShardSampler:
@@ -234,9 +231,6 @@ class ShardSampler:
         self.loader: Callable[[], Any] = lambda: None  # weak reference to this sampler's loader
 
     def __len__(self) -> int:
-        sizes = _compute_sizes(self.source, self.spec)
-        if sizes is not None:
-            return self.spec.count_batches(*sizes)
         n_lists = len(get_index_sampler(self.source))
         return self.spec.count_batches(n_lists, self.spec.per_round)
 
@@ -277,7 +271,6 @@ class ShardSampler:
     def _draw_rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
         "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
         per_round = self.spec.per_round
-        sizes = _compute_sizes(self.source, self.spec)
         n_lists = N_ROUNDS * per_round
         drawn: list[Any] = [None] * n_lists
         while len(drawn) == n_lists:
@@ -285,10 +278,8 @@ class ShardSampler:
                 drawn = list(islice(lists, n_lists))
             for i in range(0, len(drawn), per_round):
                 round_lists = drawn[i : i + per_round]
-                k = sum(map(len, round_lists))
-                is_full = k == sizes[1] if sizes else len(round_lists) == per_round
-                if is_full or self.spec.uneven != 'drop':
-                    yield round_lists, k
+                if len(round_lists) == per_round or not self.spec.drops_last:
+                    yield round_lists, sum(map(len, round_lists))
 
 
 def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:
@@ -315,18 +306,6 @@ def _gives_index_lists(dl: Any) -> bool:
         and not isinstance(get_index_sampler(dl), Iterator)
         and (dl.batch_sampler is not None or isinstance(dl.sampler, BatchSampler))
     )
-
-
-def _compute_sizes(dl: DataLoader[Any], spec: ShardSpec) -> tuple[int, int] | None:
-    "Return the numbers of samples of a pass, and of a round; None if they are unknown."
-    sampler = get_index_sampler(dl)
-    if type(sampler) is not BatchSampler:
-        return None
-    n = n_batches(sampler.sampler)
-    if n is None:
-        return None
-    n_dropped = n % sampler.batch_size * sampler.drop_last
-    return n - n_dropped, sampler.batch_size * spec.per_round
 
 
 def _select_entries(lists: list[Any], rows: range) -> Any:

@@ -100,8 +100,8 @@ class SeveralProcesses(SingleProcess):
         if learn.loss_weights.are_samples(learn):
             own, total = share or (1, size)
             return 1 if own * size == total else own * size / total
-        weights = self.team.sum_weights()
-        return divide(weights.own * size, weights.total())
+        weight, total_weight = self.team.sum_weights()
+        return divide(weight * size, total_weight())
 
     @override
     def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
@@ -140,7 +140,8 @@ class SeveralProcesses(SingleProcess):
             return None
         if learn.loss_weights.are_samples(learn):
             return self.count_samples(learn)
-        return self.team.sum_weights().total()
+        _, total_weight = self.team.sum_weights()
+        return total_weight()
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ def shard_loader(learn: Learner, dl: Any) -> tuple[Any, Comm]:
     from learnkit.distributed.shards import shard
 
     source = dl.source if isinstance(dl, Shard) else dl
-    batch_size = team.loader_options['batch_size'] if team else 'process'
+    batch_size = team.batch_size if team else 'process'
     rank_dl = shard(source, world.rank, world.size, batch_size, count=batch_counter(learn))
     return rank_dl, _get_sharing_ranks(world, rank_dl)
 

@@ -136,7 +136,7 @@ def test_models_that_differ_are_refused() -> None:
 def test_bad_options() -> None:
     for options in (
         {'strategy': 'dpp'},
-        {'uneven': 'drop_last'},
+        {'batch_size': 'each'},
         {'timeout': '3ep'},
     ):
         with pytest.raises(OptionError, match=[*options][-1]):

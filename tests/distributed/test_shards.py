@@ -80,27 +80,6 @@ def test_rounds_are_the_batches_of_one_process(kind: str, size: int) -> None:
                 assert are_equal(ranks.rngs[0], rng), (n, batch_size, drop_last)
 
 
-@pytest.mark.parametrize('kind', ['tensors shuffled', 'items shuffled', 'tensors', 'list'])
-@pytest.mark.parametrize('size', [1, 2, 7])
-@pytest.mark.parametrize('batch_size', ['process', 'global'])
-def test_every_sample_once_an_epoch_or_some_left(kind: str, size: int, batch_size: str) -> None:
-    for n in {*range(14 * size, 14 * size + 3), 15 * size - 1, 16 * size, 16 * size + 1}:
-        make = (
-            (lambda s, n=n: batch_list(s, n=n))
-            if kind == 'list'
-            else (lambda s, n=n: make_by_kind(kind)(4)(s, n=n))
-        )
-        full = 4 * size if batch_size == 'process' else 4
-        for uneven in ('join', 'drop'):
-            ranks = Together(make, size, batch_size=batch_size, uneven=uneven)
-            rounds = rounds_of(ranks, ranks.epoch())
-            given = sorted(chain.from_iterable(rounds))
-            if uneven == 'join':
-                assert given == list(range(n))
-            elif kind != 'list':
-                assert len(given) == len(set(given)) == n // full * full
-
-
 def test_a_process_without_a_sample_repeats_one_that_does_not_count() -> None:
     for make in (tensors, items):
         ranks = Together(lambda s, make=make: make(s, n=9), 2)
@@ -157,16 +136,9 @@ def test_any_iterable(make: Make, size: int) -> None:
 
 
 def test_ends_of_any_iterable() -> None:
-    for uneven, last in (('join', [[4], [4]]), ('drop', [])):
-        shards = [
-            shard([torch.tensor([i]) for i in range(5)], rank, 2, uneven=uneven)
-            for rank in range(2)
-        ]
-        parts = [[b.tolist() for b in dl] for dl in shards]
-        assert parts == [[[0], [2], *last[:1]], [[1], [3], *last[1:]]]
-        assert [len(dl) for dl in shards] == [len(p) for p in parts]
-        if uneven != 'drop':
-            assert shards[1].share(2) == (0, 1)
+    shards = [shard([torch.tensor([i]) for i in range(5)], rank, 2) for rank in range(2)]
+    assert [[b.item() for b in dl] for dl in shards] == [[0, 2, 4], [1, 3, 4]]
+    assert [len(dl) for dl in shards] == [3, 3] and shards[1].share(2) == (0, 1)
 
 
 def test_rows_of_any_batch() -> None:

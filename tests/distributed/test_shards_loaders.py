@@ -38,8 +38,8 @@ def test_loaders_have_all_that_the_users_have() -> None:
 
 def test_evaluation_takes_every_sample_once() -> None:
     x = torch.arange(11)
-    dls = DataLoaders(TensorLoader(x, bs=2), TensorLoader(x, bs=2, drop_last=True))
-    shards = [shard_loaders(dls, rank, 4, uneven='drop') for rank in range(4)]
+    dls = DataLoaders(*(TensorLoader(x, bs=2, drop_last=True) for _ in range(2)))
+    shards = [shard_loaders(dls, rank, 4) for rank in range(4)]
     parts = [[ids(b) for i, b in enumerate(s.valid) if s.valid.share(i)[0]] for s in shards]
     assert sorted(chain.from_iterable(chain.from_iterable(parts))) == list(range(10))
     assert [len(s.train) for s in shards] == [1] * 4
@@ -84,13 +84,9 @@ def test_shares_of_shares_and_other_mistakes_are_refused() -> None:
         shard(tensors(1), 2, 2)
     with pytest.raises(OptionError, match=r"batch_size='proces': .*`process`"):
         shard([1], 0, 2, 'proces')
-    with pytest.raises(OptionError, match="uneven='even': give 'join' or 'drop'"):
-        shard([1], 0, 2, uneven='even')
-    for train in (tensors(1, n=7), items(1, n=7), batch_list(1, n=3)):
-        with pytest.raises(EmptyLoaderError, match='all 2 processes'):
-            shard_loaders(DataLoaders(train), 0, 2, uneven='drop')
-    with pytest.raises(EmptyLoaderError):
-        shard_loaders(DataLoaders(tensors(1, n=7, drop_last=True)), 0, 2)
+    for make in (tensors, items):
+        with pytest.raises(EmptyLoaderError, match='each of 2 processes'):
+            shard_loaders(DataLoaders(make(1, n=7, drop_last=True)), 0, 2)
 
 
 def test_lengths_that_differ_are_refused_with_all_of_them() -> None:

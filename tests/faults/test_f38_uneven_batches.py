@@ -1,11 +1,10 @@
-"""Row 38: processes with different numbers of batches. Joined or dropped as asked; own loaders are refused."""
+"""Row 38: processes with different numbers of batches. Joined; own loaders are refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import DistributedError
@@ -14,9 +13,9 @@ from tests.helpers.distributing import make_data, make_dls, make_learner, weight
 from tests.helpers.ranks import run_ranks
 
 
-def train(rank: int, n: int, uneven: str, kind: str, timeout: str = '300s') -> dict[str, Any]:
+def train(rank: int, n: int, kind: str) -> dict[str, Any]:
     learn = make_learner(make_dls(n, 4, kind))
-    with learn.distributed('ddp', uneven=uneven, timeout=timeout):
+    with learn.distributed('ddp', timeout='300s'):
         learn.fit(2)
         learn.check_replicas()
         return {'weights': weights(learn), 'steps': learn.time.st, 'samples': learn.time.sp}
@@ -38,15 +37,9 @@ def alone(n: int, kind: str) -> Learner:
 )
 def test_joined(n: int, kind: str) -> None:
     expected = alone(n, kind)
-    for got in run_ranks(train, 2, n, 'join', kind):
+    for got in run_ranks(train, 2, n, kind):
         assert (got['weights'] - weights(expected)).abs().max() < 1e-10
         assert got['steps'] == 10 and got['samples'] == 2 * n
-
-
-def test_dropped() -> None:
-    a, b = run_ranks(train, 2, 33, 'drop', 'tensors')
-    assert a['steps'] == b['steps'] == 8 and a['samples'] == b['samples'] == 2 * 32
-    assert torch.equal(a['weights'], b['weights'])
 
 
 def own_loaders(rank: int) -> list[Any]:
@@ -75,7 +68,7 @@ def test_any_number_of_samples() -> None:
         for n in range(8, 33):
             expected = make_learner(make_dls(n, 4 * n_ranks))
             expected.fit(2)
-            for got in run_ranks(train, n_ranks, n, 'join', 'tensors'):
+            for got in run_ranks(train, n_ranks, n, 'tensors'):
                 assert (got['weights'] - weights(expected)).abs().max() < 1e-10
                 assert got['samples'] == 2 * n
             n_tried += 1
