@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,10 @@ from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import (
     close_hosts,
-    distribute_like,
-    full_tensor,
-    gather_full_state,
     open_hosts,
     reshard,
 )
 from learnkit.engine.callback import declared
-from learnkit.optim.wrapper import OptimWrapper
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -64,22 +60,21 @@ class Sharded(Parallelism):
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._device = torch.device('cpu')  # device of the user's model before `enter`
         self._handled: BaseException | None = None  # exception being handled during `enter`
-        self._units: list[Any] = []  # sharded modules, the whole model last
 
     # -- sharding and gathering the model ----------------------------------------------------------
 
     @override
     def enter(self, learn: Learner) -> None:
-        "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
+        "Replace the model by a sharded copy."
+        check_can_be_sharded(learn)
         original = learn.model
-        check_can_be_sharded(original)
         self._device = next(original.parameters()).device
         original.to('cpu')  # a device may not have memory for two models
         copy = deepcopy(original)
         self._shard(copy, learn)
         self.original = original
         self._handled = sys.exception()
-        self._replace_model(learn, copy)
+        replace_model(learn, copy)
 
     def _shard(self, model: nn.Module, learn: Learner) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -92,29 +87,12 @@ class Sharded(Parallelism):
         options: dict[str, Any] = {'mesh': mesh}
         if self.offload is not None:
             options['offload_policy'] = self.offload
-        self._units = [*find_units(model, self.wrap), model]
-        for m in self._units:
+        for m in [*find_units(model, self.wrap), model]:
             policy = outer if m is model else inner
             policy_options = {} if policy is None else {'mp_policy': policy}
             fully_shard(m, **options, **policy_options)
-        model.register_forward_hook(self._reshard)
-        model.register_forward_pre_hook(self._broadcast_buffers)
-
-    def _reshard(self, *_: Any) -> None:
-        "Free the full weights after a forward pass without gradients, which no backward pass follows."
-        if torch.is_grad_enabled():
-            return
-        for m in self._units:
-            m.reshard()
-
-    def _replace_model(self, learn: Learner, model: nn.Module) -> None:
-        "Replace the Learner's model by a model with the same parameter names."
-        followers = [cb for cb in learn.cbs if declared(cb, 'follows_weights')]
-        states = [gather_full_state(cb.state_dict()) for cb in followers]
-        replace_params(list_optimizers(learn), match_params(learn.model, model))
-        learn.model = model
-        for cb, state in zip(followers, states, strict=True):
-            cb.load_state_dict(state)
+        model.register_forward_hook(reshard_without_grad)
+        model.register_forward_pre_hook(broadcast_buffers)
 
     @override
     def leave(self, learn: Learner) -> None:
@@ -130,16 +108,16 @@ class Sharded(Parallelism):
     def _restore_model(self, learn: Learner) -> None:
         if self.original is None:
             return
-        original = self.original
-        sharded = learn.model
+        original = self.original.to(self._device)
         self.original = None
-        reshard(sharded)
-        if self._has_failed(learn):
-            return self._restore_untrained(learn, original.to(self._device))
-        self.share_buffers(learn)
-        gather_into(sharded, original)
-        self._replace_model(learn, original.to(self._device))
-        self._units = []
+        reshard(learn.model)
+        if not self._has_failed(learn):
+            self.share_buffers(learn)
+            return replace_model(learn, original)
+        learn.model = original
+        learn.callbacks.notify('on_weights_restored')
+        if learn.opt is not None:
+            learn.create_opt()
 
     def _has_failed(self, learn: Learner) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."
@@ -147,16 +125,6 @@ class Sharded(Parallelism):
         if e is not None and e is not self._handled:
             return True
         return learn.world.is_broken
-
-    def _restore_untrained(self, learn: Learner, original: nn.Module) -> None:
-        "Restore the user's model with its previous weights; the states of optimizers are cleared."
-        optimizers = list_optimizers(learn)
-        for o in optimizers:
-            if not isinstance(o, OptimWrapper):
-                o.state.clear()
-        replace_params(optimizers, match_params(learn.model, original))
-        learn.callbacks.notify('on_weights_restored')
-        learn.model = original
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -180,11 +148,6 @@ class Sharded(Parallelism):
                 f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
                 "part of them. Leave it out, or use strategy 'ddp'."
             )
-
-    def _broadcast_buffers(self, model: nn.Module, _: Any) -> None:
-        "Broadcast the first rank's buffers before a training pass, as DistributedDataParallel does."
-        if torch.is_grad_enabled():
-            broadcast_tensors(model.buffers())
 
     @override
     def share_buffers(self, learn: Learner) -> None:
@@ -216,14 +179,39 @@ def make_policies(policy: Any) -> tuple[Any, Any]:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def check_can_be_sharded(model: nn.Module) -> None:
-    "Raise `ModelError` for a model that cannot be sharded."
-    wrappers = wrappers_of(model)
+def check_can_be_sharded(learn: Learner) -> None:
+    "Raise `ModelError` for a model in a wrapper, and `DistributedError` for an optimizer that cannot be made again."
+    wrappers = wrappers_of(learn.model)
     if wrappers:
         raise ModelError(
             f"Strategy 'fsdp' shards the model itself, not {type(wrappers[0]).__name__} around it. Give the "
             'Learner the bare model, and call `learn.compile()` once the strategy is at work.'
         )
+    if not callable(learn.opt_func):
+        raise DistributedError(
+            "Strategy 'fsdp' makes the optimizer for the sharded weights: give `opt_func` a function or a class, "
+            'not an optimizer.'
+        )
+
+
+def replace_model(learn: Learner, model: nn.Module) -> None:
+    "Replace the Learner's model by a model with the same parameter names, and keep the training state."
+    state = learn.checkpoint_state()
+    learn.model = model
+    learn.opt = None  # made for the new parameters
+    learn.load_checkpoint_state(state)
+
+
+def broadcast_buffers(model: nn.Module, _: Any) -> None:
+    "Broadcast the first rank's buffers before a training pass, as DistributedDataParallel does."
+    if torch.is_grad_enabled():
+        broadcast_tensors(model.buffers())
+
+
+def reshard_without_grad(model: nn.Module, *_: Any) -> None:
+    "Free the full weights after a forward pass without gradients, which no backward pass follows."
+    if not torch.is_grad_enabled():
+        reshard(model)
 
 
 def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
@@ -266,61 +254,3 @@ def shares_weights(m: nn.Module, model: nn.Module) -> bool:
         if id(other) not in own_modules
         for p in other.parameters(recurse=False)
     )
-
-
-@torch.no_grad()
-def gather_into(sharded: nn.Module, original: nn.Module) -> None:
-    "Gather weights and buffers into the user's model; copy `requires_grad` and `training`, too."
-    trained = dict(sharded.named_parameters())
-    for name, p in original.named_parameters():
-        p.copy_(full_tensor(trained[name]))
-        p.requires_grad_(trained[name].requires_grad)
-    buffers = dict(sharded.named_buffers())
-    for name, b in original.named_buffers():
-        if name in buffers:
-            b.copy_(buffers[name])
-    modes = {name: m.training for name, m in sharded.named_modules()}
-    for name, m in original.named_modules():
-        m.training = modes.get(name, m.training)
-
-
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-def list_optimizers(learn: Learner) -> list[torch.optim.Optimizer]:
-    "Return the optimizers of the model's parameters: `learn.opt`, and instances in `learn.opt_func`."
-    ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
-    ready = ready if isinstance(ready, Iterable) else [ready]
-    found: list[torch.optim.Optimizer] = []
-    for o in (learn.opt, *ready):
-        if isinstance(o, torch.optim.Optimizer):
-            found.append(o)
-        if isinstance(o, OptimWrapper):
-            found += o.optimizers.values()
-    return list(dict.fromkeys(found))
-
-
-def match_params(old: nn.Module, new: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    "Return the new model's parameters by the old model's parameters of the same names."
-    new_params = dict(new.named_parameters())
-    return {p: new_params[name] for name, p in old.named_parameters()}
-
-
-def replace_params(optimizers: Iterable[torch.optim.Optimizer], new: Mapping[Any, Any]) -> None:
-    "Replace the parameters of optimizers; states and gradients are sharded like the new parameters."
-    for o in optimizers:
-        if isinstance(o, OptimWrapper):
-            o.rename_params(new)
-        else:
-            replace_params_in(o, new)
-
-
-def replace_params_in(o: torch.optim.Optimizer, new: Mapping[Any, Any]) -> None:
-    "Replace the parameters of one optimizer, and shard its states like the new parameters."
-    for group in o.param_groups:
-        group['params'][:] = [new.get(p, p) for p in group['params']]
-    states = dict(o.state)
-    o.state.clear()  # a new dict would not be seen by code that refers to this one
-    for p, state in states.items():
-        q = new.get(p, p)
-        o.state[q] = {key: distribute_like(value, q) for key, value in state.items()}

@@ -203,14 +203,6 @@ class OptimWrapper(torch.optim.Optimizer):
             return self[0].state
         return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
 
-    def rename_params(self, new: Mapping[Any, Any]) -> None:
-        "Replace parameters (keys of `new`) in the sets of the wrapper; the optimizers already hold the new parameters."
-        for name in ('exempt', 'always_trained', 'frozen', 'seen', 'waiting', 'warned'):
-            params = getattr(self, name)
-            if params is not None:
-                setattr(self, name, {new.get(p, p) for p in params})
-        self._fused = [FusedGuard(guard.opt) for guard in self._fused]
-
     def __getattr__(self, name: str) -> Any:
         opt = self.__dict__.get('opt')
         if name.startswith('__') or not isinstance(opt, torch.optim.Optimizer):

@@ -282,4 +282,4 @@ def test_what_fails_leaves_the_model_as_it_was():
 
 def test_a_wrapped_model_is_refused():
     with pytest.raises(ModelError, match='not DataParallel'):
-        check_can_be_sharded(nn.DataParallel(nn.Linear(2, 2)))
+        check_can_be_sharded(learner(lambda: nn.DataParallel(nn.Linear(5, 1))))
