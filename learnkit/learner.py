@@ -943,11 +943,11 @@ class Learner(Loop):
         its draws, as do a list, an iterable data set, and a custom batch sampler.
 
         With a `sink`, memory use is constant and the sink is returned. The sink is a folder, which receives a file per
-        batch (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which
-        receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
-        or file is named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing else: an
-        existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder, numbered in the
-        order of the data. With several ranks, the sink is a folder or a function.
+        batch (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file, which receives the predictions only; or
+        a function, called with the entries of each batch. Until complete, the folder or file is named `<name>.part`.
+        Nothing is overwritten: an existing file or non-empty folder, also the `.part` of an interrupted run, raises
+        `OptionError`. With several ranks, the sink is a function, or a folder that all ranks share, whose files are
+        numbered in the order of the data.
 
         Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
         `OptionError` for a sink that cannot store the requested entries.
@@ -1311,7 +1311,7 @@ class Learner(Loop):
 
     def distributed(
         self,
-        strategy: str = 'auto',  # 'ddp': replicated model; 'fsdp': sharded model; 'auto'
+        strategy: str = 'ddp',  # 'ddp': replicated model; 'fsdp': sharded model
         **options: Any,  # further arguments of `DistributedTraining`
     ) -> AbstractContextManager[Self]:
         """Return a context in which this Learner trains on all ranks of the process group.

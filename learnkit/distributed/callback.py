@@ -28,7 +28,7 @@ from learnkit.distributed.compare import (
     compute_totals,
     list_lengths,
 )
-from learnkit.distributed.ddp import Parallelism, Replicas, average, is_too_big
+from learnkit.distributed.ddp import Parallelism, Replicas, average
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shard_spec import BATCH_SIZES, check_option
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar('T')
 
-STRATEGIES = ('auto', 'ddp', 'fsdp')
+STRATEGIES = ('ddp', 'fsdp')
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class DistributedTraining(Callback):
 
     def __init__(
         self,
-        strategy: str = 'auto',  # 'ddp': replicated model; 'fsdp': sharded model; 'auto'
+        strategy: str = 'ddp',  # 'ddp': replicated model; 'fsdp': sharded model
         *,
         batch_size: str = 'process',  # meaning of the loaders' batch size: 'process' or 'global'
         sharded_already: bool = False,  # True if the loaders iterate over this rank's shard
@@ -114,11 +114,9 @@ class DistributedTraining(Callback):
         self.backend = backend
         self.sharded_already = sharded_already
         self.batch_size = batch_size
-        self._options = options
+        self._options = sorted(options)
         self.agree_every = agree_every
-        if strategy != 'auto':
-            self._make_parallelism()  # raises for invalid options
-        self.parallelism: Any = None  # the current `Replicas` or `Sharded`
+        self.parallelism = make_parallelism(strategy, options)
         self._mean = GradientMean()
         self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
@@ -155,9 +153,6 @@ class DistributedTraining(Callback):
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
             check_alike(learn, world, self._collect_shared_options())
-            self.parallelism = self._make_parallelism(
-                shards_model=self.strategy == 'auto' and world.any(is_too_big(learn.model))
-            )
             self._share_loaders()
             self._dls = learn.dls
             # depends only on the model, so that the same run stops at the same batch
@@ -182,19 +177,11 @@ class DistributedTraining(Callback):
         options = {
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
-            'options of the strategy': sorted(self._options),
+            'options of the strategy': self._options,
             'batch_size': self.batch_size,
         }
         shared = {f'option {name}': repr(value) for name, value in options.items()}
         return {**lengths, 'trained so far': ', '.join(counts), **shared}
-
-    def _make_parallelism(self, shards_model: bool = False) -> Parallelism:
-        "Return `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
-        if self.strategy == 'ddp' or not (shards_model or self.strategy == 'fsdp'):
-            return Replicas(**self._options)
-        from learnkit.distributed.fsdp import Sharded
-
-        return Sharded(**self._options)
 
     def _share_loaders(self) -> None:
         learn = self.learn
@@ -235,13 +222,11 @@ class DistributedTraining(Callback):
         if not saved:
             return  # a single process, or joining has failed
         try:
-            if self.parallelism is not None:
-                self.parallelism.leave(learn)
+            self.parallelism.leave(learn)
         finally:
             learn.remove_cb(self._mean)
             self.failures.leave()
             del self.failures
-            self.parallelism = None
             for name, value in saved.items():
                 setattr(learn, name, value)
             learn.world = SINGLE_RANK
@@ -262,8 +247,7 @@ class DistributedTraining(Callback):
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
-        if self.parallelism is not None:
-            self.parallelism.release(self.learn)
+        self.parallelism.release(self.learn)
         world.leave()
         failures.linger()
         return error
@@ -471,6 +455,15 @@ class GradientMean(Callback):
         team = self.learn.strategy.team
         if team is not None:
             team.parallelism.share_buffers(self.learn)
+
+
+def make_parallelism(strategy: str, options: Mapping[str, Any]) -> Parallelism:
+    "Return the object that distributes weights and gradients."
+    if strategy == 'ddp':
+        return Replicas(**options)
+    from learnkit.distributed.fsdp import Sharded
+
+    return Sharded(**options)
 
 
 def has_weights(learn: Learner) -> bool:

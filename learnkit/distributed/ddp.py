@@ -14,6 +14,7 @@ from typing_extensions import override
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.model import call_module
 from learnkit.core.random import preserved_rng
+from learnkit.distributed.dtensor import reshard
 from learnkit.engine.loss import call_model
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Parallelism:
 
     `DistributedTraining` owns one and calls its methods in the order in which they are defined. A
     new kind is a subclass whose constructor takes its options. `STRATEGIES` in `distributed/callback.py`
-    has its name, and `DistributedTraining._make_parallelism` creates it.
+    has its name, and `make_parallelism` creates it.
     """
 
     def enter(self, learn: Learner) -> None:
@@ -49,12 +50,15 @@ class Parallelism:
 
     def share_buffers(self, learn: Learner) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
+        reshard(learn.model)
+        broadcast_tensors(learn.model.buffers())
 
     def release(self, learn: Learner) -> None:
         "Release resources of the process group at the end of a fit or after a failure."
 
     def leave(self, learn: Learner) -> None:
         "Restore the Learner's model when the callback is removed."
+        self.release(learn)
 
 
 class Replicas(Parallelism):
@@ -152,11 +156,6 @@ class Replicas(Parallelism):
         return None
 
     @override
-    def share_buffers(self, learn: Learner) -> None:
-        "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
-        broadcast_tensors(learn.model.buffers())
-
-    @override
     def average_gradients(self, learn: Learner) -> None:
         "Average gradients that each rank has accumulated alone."
         if learn.turn is None:
@@ -179,11 +178,6 @@ class Replicas(Parallelism):
         for name in ('reducer', 'logger', 'process_group'):
             # the reducer holds the hooks, and all of them keep the connections of the process group open
             wrapped.__dict__.pop(name, None)
-
-    @override
-    def leave(self, learn: Learner) -> None:
-        "Remove the wrapper."
-        self.release(learn)
 
 
 @torch.no_grad()
@@ -216,12 +210,3 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
         work.wait()
     for p, grad, mean in zip(params, grads, means, strict=True):
         p.grad = grad.copy_(mean)
-
-
-def is_too_big(model: nn.Module) -> bool:
-    "Return True if weights, gradients and Adam's two averages would fill more than half of the GPU."
-    if not torch.cuda.is_available():
-        return False
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return 4 * weight_bytes > gpu.total_memory / 2

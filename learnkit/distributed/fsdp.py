@@ -150,12 +150,6 @@ class Sharded(Parallelism):
             )
 
     @override
-    def share_buffers(self, learn: Learner) -> None:
-        "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
-        reshard(learn.model)
-        broadcast_tensors(learn.model.buffers())
-
-    @override
     def release(self, learn: Learner) -> None:
         "Remove the mesh of hosts after a failure; `leave` restores the model."
         close_hosts()

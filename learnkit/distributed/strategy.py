@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
-from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.checkpoint.compare import digest
-from learnkit.checkpoint.dcp import replace_at, take_parts
-from learnkit.core.batch import count_samples, find_bs, slice_batch
+from learnkit.core.batch import count_samples, find_bs, slice_batch, tensors_in
 from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng
 from learnkit.distributed.comm import Comm
+from learnkit.distributed.dtensor import is_dtensor
 from learnkit.engine.microbatch import divide, weighted_loss
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
@@ -187,16 +185,11 @@ class SeveralProcesses(SingleProcess):
             return resume
         if world.is_first:
             return resume
-        own = dict(rank_states[world.rank])
-        states = dict(resume.state['callbacks'])
-        shared_paths = own.pop('shared', {})
-        for key, own_state in own.pop('callbacks').items():
-            state, *_ = take_parts(own_state)  # a copy, because `replace_at` modifies its argument
-            for key_path in shared_paths.get(key, ()):
-                shared_tensor = reduce(getitem, key_path, states[key])
-                state = replace_at(state, key_path, shared_tensor)
-            states[key] = state
-        resume.state = {**resume.state, **own, 'callbacks': states}
+        own = rank_states[world.rank]
+        merged = {
+            name: {**resume.state[name], **own.get(name, {})} for name in ('callbacks', 'grads')
+        }
+        resume.state = {**resume.state, **own, **merged}
         return resume
 
     @override
@@ -221,22 +214,29 @@ def gather_rank_states(
 ) -> list[dict[str, Any]]:
     """Gather on the first rank the states that differ from the first rank's, in rank order.
 
-    The other ranks return a list with their own entry only. Sharded tensors belong to all ranks: in an entry, they are
-    replaced by None, and their positions are listed under 'shared'."""
-    own_states = {key: take_parts(value)[0] for key, value in state['callbacks'].items()}
-    grads = take_parts(state['grads'])[0]
-    digests = {key: digest(own_state, ()) for key, own_state in own_states.items()}
-    first_digests, first_grads = world.broadcast((digests, digest(grads, ())))
-    differing = [key for key in own_states if digests[key] != first_digests.get(key)]
-    own = {
-        'rng': state['rng'],
-        'position': state['position'],
-        'callbacks': {key: own_states[key] for key in differing},
-        'shared': {key: take_parts(state['callbacks'][key])[1] for key in differing},
+    The other ranks return a list with their own entry only. States with sharded tensors belong to all ranks."""
+    own_states = {
+        name: {key: value for key, value in state[name].items() if not has_shards(value)}
+        for name in ('callbacks', 'grads')
     }
-    if digest(grads, ()) != first_grads:
-        own['grads'] = grads
+    digests = {
+        name: {key: digest(value, ()) for key, value in states.items()}
+        for name, states in own_states.items()
+    }
+    first = world.broadcast(digests)
+    own = {'rng': state['rng'], 'position': state['position']}
+    for name, states in own_states.items():
+        own[name] = {
+            key: value
+            for key, value in states.items()
+            if digests[name][key] != first[name].get(key)
+        }
     gathered = world.gather({} if world.is_first else own)
     if world.is_first:
         return gathered
     return [own if rank == world.rank else {} for rank in range(world.size)]
+
+
+def has_shards(state: Any) -> bool:
+    "Return True if a nested state has a sharded tensor."
+    return any(map(is_dtensor, tensors_in(state)))

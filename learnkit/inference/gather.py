@@ -24,7 +24,6 @@ from learnkit.core.batch import (
     map_tensors,
     microbatches,
     rebuild,
-    tensors_in,
 )
 from learnkit.core.errors import BatchError, LossError
 from learnkit.core.files import as_local_path
@@ -49,17 +48,15 @@ class BatchCollector(Callback):
         with_loss: bool = False,  # collect the loss of each sample
         with_targs: bool = True,  # collect the targets
         cpu: bool = True,  # move the entries to the CPU
-        transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
         self.with_input = with_input
         self.with_loss = with_loss
         self.with_targs = with_targs
         self._cpu = cpu
-        self._transfer = transfer
         self._depth: int | None = None  # depth of the collected run
 
     def _take(self, entries: dict[str, Any]) -> None:
-        "Process the entries of a batch: `iter`, `n`, `preds`, and what is asked for."
+        "Process the entries of a batch: `n`, `preds`, and what is asked for."
 
     def _is_collected_run(self) -> bool:
         return bool(self._depth == self.learn.run.depth and not self.learn.training)
@@ -80,11 +77,7 @@ class BatchCollector(Callback):
         if self.with_loss and 'loss_grad' not in learn.__dict__:
             return
         n = sample_count(learn)
-        entries = {
-            'iter': learn.iter,
-            'n': n,
-            'preds': self._detach(learn.pred),
-        }
+        entries = {'n': n, 'preds': self._detach(learn.pred)}
         if self.with_input:
             entries['inputs'] = self._input
         if self.with_targs:
@@ -92,20 +85,10 @@ class BatchCollector(Callback):
         if self.with_loss:
             n = n or count_samples(learn)  # raises `BatchError` for an unknown number
             entries['losses'] = self._detach(compute_sample_losses(learn, n))
-        if self._transfer is None:
-            return self._take(entries)
-        for copied_entries in self._transfer.put(entries):
-            self._take(copied_entries)
+        self._take(entries)
 
     def _detach(self, b: Any) -> Any:
-        "Detach a batch, and move it to the CPU unless `transfer` does; a loader may have a `to_detach`."
-        is_moved_later = self._transfer is not None and not hasattr(self.learn.dl, 'to_detach')
-        return self.learn.to_detach(b, self._cpu and not is_moved_later)
-
-    def finish(self) -> None:
-        "Process the batches that are still being copied."
-        for entries in self._transfer.flush() if self._transfer else ():
-            self._take(entries)
+        return self.learn.to_detach(b, self._cpu)
 
     def on_run_failed(self) -> None:
         if self._is_collected_run():
@@ -118,7 +101,7 @@ class BatchCollector(Callback):
 class GatherPredsCallback(BatchCollector):
     """Gather predictions and targets, and optionally inputs and losses, on the CPU.
 
-    Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
+    Batches are concatenated at the end.
     `save_preds` and `save_targs` receive one file per batch, named by its number, which `torch.load` reads with
     `weights_only=True`. With several ranks, each rank predicts on its shard, and then gathers the results of all ranks
     in the order of the data.
@@ -143,7 +126,7 @@ class GatherPredsCallback(BatchCollector):
         pickle_protocol: int = 2,  # ignored (for fastai's code): only protocol 2 is safe to load
     ) -> None:
         collects_targs = with_targs or save_targs is not None
-        super().__init__(with_input, with_loss, collects_targs, transfer=AsyncToCPU())
+        super().__init__(with_input, with_loss, collects_targs)
         self.with_preds = with_preds
         self.gathers_targs = with_targs
         self.save_preds = None if save_preds is None else as_local_path(save_preds)
@@ -160,7 +143,6 @@ class GatherPredsCallback(BatchCollector):
         self._sizes: list[int] = []  # number of samples of each batch
         self.n_batches = 0
         self._is_joined = False
-        self._transfer = AsyncToCPU()
 
     @override
     def before_validate(self) -> None:
@@ -188,7 +170,7 @@ class GatherPredsCallback(BatchCollector):
         if self.gathers_targs:
             self.targets.append(targs)
         # batches go to the ranks in turn
-        number = str(entries['iter'] * self._world.size + self._world.rank)
+        number = str(self.learn.iter * self._world.size + self._world.rank)
         if self.save_preds is not None:
             save_plain(preds, self.save_preds / number)
         if self.save_targs is not None and targs:
@@ -201,7 +183,6 @@ class GatherPredsCallback(BatchCollector):
     def _join(self) -> None:
         if self._is_joined:
             return
-        self.finish()
         self._is_joined = True
         if self._world.size > 1:
             self._gather_ranks()
@@ -292,42 +273,6 @@ def _release_storage(t: Tensor) -> Tensor:
     return t.clone() if 2 * t.nbytes < t.untyped_storage().nbytes() else t
 
 
-class AsyncToCPU:
-    """Copy results to the CPU; copies from CUDA overlap with the next batch and are returned one batch later.
-
-    >>> transfer = AsyncToCPU()
-    >>> transfer.put((torch.ones(1), 'a')), transfer.flush()
-    ([(tensor([1.]), 'a')], [])
-    """
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[Any, list[torch.cuda.Event]]] = []
-
-    def put(self, b: Any) -> list[Any]:
-        "Start to copy the tensors of a nested structure, and return the copies that are complete."
-        devices = {t.device for t in tensors_in(b)}
-        if all(d.type != 'cuda' for d in devices):
-            return [*self.flush(), map_tensors(b, Tensor.cpu)]
-        # torch copies to pinned memory, after the computation on the current stream
-        copy = map_tensors(b, lambda t: t.to('cpu', non_blocking=True))
-        events = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == 'cuda']
-        completed = self.flush()
-        self._pending = [(copy, events)]
-        return completed
-
-    def flush(self) -> list[Any]:
-        "Wait for the pending copies, and return them."
-        pending = self._pending
-        self._pending = []
-        for _, events in pending:
-            for event in events:
-                event.synchronize()
-        # move copies to pageable memory, because pinned memory is scarce
-        return [
-            map_tensors(copy, lambda t: t.clone() if t.is_pinned() else t) for copy, _ in pending
-        ]
-
-
 class PredictionSink(BatchCollector):
     "Pass the entries of each batch of a run (predictions, targets, ...) to `give` after the batch."
 
@@ -341,9 +286,8 @@ class PredictionSink(BatchCollector):
         act: Callable[[Any], Any] = noop,  # activation of predictions
         decode: Callable[[Any], Any] = noop,  # decoder of activated predictions
         cpu: bool = True,  # move the entries to the CPU
-        transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
-        super().__init__(with_input, with_loss, with_targs, cpu, transfer)
+        super().__init__(with_input, with_loss, with_targs, cpu)
         self.give = give
         self._act = act
         self._decode = decode
@@ -355,21 +299,15 @@ class PredictionSink(BatchCollector):
             'losses': with_loss,
         }
         self.names = tuple(name for name, is_included in included.items() if is_included)
-        self._number = 0
 
     @override
     def _take(self, entries: dict[str, Any]) -> None:
-        self._number = entries['iter']
         is_list = is_sample_list(entries['preds'], entries['n'])
         parts = {k: detuplify(v) if k in ('inputs', 'targs') else v for k, v in entries.items()}
         parts['preds'] = self._act(entries['preds'] if is_list else detuplify(entries['preds']))
         if 'decoded' in self.names:
             parts['decoded'] = self._decode(parts['preds'])
         self.give(*[parts[name] for name in self.names])
-
-    def batch_number(self) -> int:
-        "Return the number of the batch that is passed to `give`."
-        return self._number
 
 
 def reorder_samples(

@@ -107,34 +107,22 @@ class Interpretation:
     def __len__(self) -> int:
         return len(self.losses)
 
-    def __repr__(self) -> str:
-        return (
-            f'{type(self).__name__}({len(self)} samples, mean loss {float(self.losses.mean()):.4g})'
-        )
-
     def __getitem__(
         self,
         idxs: Any,  # index of a sample, several, or a mask with one entry per sample
     ) -> tuple[Any, ...]:  # inputs, predictions, targets, decoded predictions, losses
         "Return inputs, predictions, targets and losses of some samples; the inputs are read from the loader."
-        rows = self._check_idxs(idxs)
+        rows = self._find_rows(idxs)
         outputs = (self.preds, self.targs, self.decoded, self.losses)
         taken = [take_rows(o, len(self), rows) for o in outputs]
         return (detuplify(self._read_inputs(rows)), *taken)
 
-    def _check_idxs(self, idxs: Any) -> list[int]:
-        "Return indices of samples from 0 on; raise `OptionError` if there are none, or for one out of range."
-        rows = torch.as_tensor(idxs).flatten()
-        if rows.dtype == torch.bool:
-            if len(rows) != len(self):
-                raise OptionError(f'A mask of {len(rows)} entries: there are {len(self)} samples.')
-            rows = rows.nonzero().flatten()
-        if not len(rows):
+    def _find_rows(self, idxs: Any) -> list[int]:
+        "Return indices of samples from 0 on; raise `OptionError` if there are none."
+        rows = torch.arange(len(self))[torch.as_tensor(idxs)].flatten().tolist()
+        if not rows:
             raise OptionError('No sample is selected: give at least one index.')
-        for i in rows.tolist():
-            if not -len(self) <= i < len(self):
-                raise OptionError(f'There is no sample {i}: there are {len(self)}.')
-        return [i % len(self) for i in rows.tolist()]
+        return rows
 
     def _read_inputs(self, rows: list[int]) -> tuple[Any, ...]:
         "Return the inputs of some samples, read from the loader again; the loader's state is restored afterwards."
@@ -197,7 +185,7 @@ class Interpretation:
             _, idxs = self.top_losses(k, largest)
         else:
             _, all_idxs = self.top_losses(None, largest)
-            idxs = all_idxs[self._check_idxs(k)]
+            idxs = all_idxs[self._find_rows(k)]
         return self._show(idxs.tolist(), with_loss=True, **kwargs)
 
     def show_results(
@@ -210,7 +198,7 @@ class Interpretation:
         Wrong predictions are marked. Masks of a segmentation are drawn next to their images, with one legend for the
         classes.
         """
-        return self._show(self._check_idxs(idxs), **kwargs)
+        return self._show(self._find_rows(idxs), **kwargs)
 
     def _show(self, rows: list[int], with_loss: bool = False, **kwargs: Any) -> Any:
         xb, _, targs, decoded, losses = self[rows]
@@ -366,12 +354,7 @@ def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tupl
     d = decoded.flatten().long()
     t = targs.flatten().long()
     is_counted = t != ignored
-    d = d[is_counted]
-    t = t[is_counted]
-    least = int(min(d.min(), t.min())) if len(t) else 0
-    if least < 0:
-        raise OptionError(f'There is a class {least}, below 0.')
-    return d, t
+    return d[is_counted], t[is_counted]
 
 
 def _check_whole(name: str, values: Tensor) -> None:

@@ -46,7 +46,6 @@ from learnkit.engine.checks import check_function
 from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import (
-    AsyncToCPU,
     GatherPredsCallback,
     PredictionSink,
     Replicated,
@@ -138,7 +137,6 @@ def get_preds(
             with_decoded=with_decoded,
             act=act or find_activation(learn.loss_func),
             decode=find_decoder(learn.loss_func),
-            transfer=AsyncToCPU(),
             **options,
         )
         dl, _ = plan_loader(learn, ds_idx, dl, reorder, sort=True)
@@ -170,9 +168,8 @@ def _write_predictions(
     "Predict on a loader, and write the entries of each batch to a sink."
     dl, world = shard_loader(learn, dl)
     check_sink(sink, entries.names, world)
-    with open_sink(sink, entries.names, world, entries.batch_number) as entries.give:
+    with open_sink(sink, entries.names, world, lambda: learn.iter) as entries.give:
         run(dl, [*cbs, entries])
-        world.run_on_all(entries.finish)
 
 
 def _apply_to_samples(
@@ -368,7 +365,10 @@ def tta(
         augmented: Any = None
         for _ in range(n):
             preds, new_targs = _predict_augmented(learn, dl, open_train_split, augment)
-            _check_same_samples(plain, targs, preds, new_targs)
+            if not are_equal(new_targs, targs, others=True):
+                raise LoaderError(
+                    'tta: this loader gives other samples each time. Pass `dl=` one that does not shuffle.'
+                )
             augmented = preds if augmented is None else _combine_tensors(combine, augmented, preds)
     if use_max:
         return _combine_tensors(torch.maximum, plain, augmented), targs
@@ -376,19 +376,6 @@ def tta(
     if beta is None:
         return (augmented, plain), targs
     return _combine_tensors(lambda a, b: torch.lerp(a, b.to(a), beta), augmented, plain), targs
-
-
-def _check_same_samples(plain: Any, targs: Any, preds: Any, new_targs: Any) -> None:
-    "Raise an error if predictions cannot be averaged with the plain predictions, or belong to other samples."
-    if not are_equal(new_targs, targs, others=True):
-        raise LoaderError(
-            'tta: this loader gives other samples each time. Pass `dl=` one that does not shuffle.'
-        )
-    if not _are_averageable(plain, preds):
-        raise BatchError(
-            f'tta: predictions {describe(preds)} are not tensors of one shape, which could be '
-            'averaged. Predict with `get_preds`, and combine them by a function of your own.'
-        )
 
 
 def _predict_augmented(
@@ -554,14 +541,6 @@ def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> A
     "Apply `f` to each pair of corresponding tensors of two nested structures."
     b_iter = iter(tensors_in(b))
     return map_tensors(a, lambda t: f(t, next(b_iter)))
-
-
-def _are_averageable(a: Any, b: Any) -> bool:
-    "Return True if two predictions hold tensors of the same shapes, and no lists of dicts (such as boxes)."
-    if isinstance(a, list) and any(isinstance(c, Mapping) for c in a):
-        return False
-    tensors = tensors_in(a)
-    return bool(tensors) and [t.shape for t in tensors] == [t.shape for t in tensors_in(b)]
 
 
 def _replace_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:

@@ -1,16 +1,14 @@
-"""Sinks of `get_preds`: write the predictions of each batch to a folder, a .npy file or an array."""
+"""Sinks of `get_preds`: write the predictions of each batch to a folder or a .npy file."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from shutil import rmtree
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -33,70 +31,31 @@ def check_sink(sink: Any, names: tuple[str, ...], world: Comm) -> None:
 def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     if callable(sink):
         return
-    if _is_path(sink):
-        as_local_path(sink)  # raises for a URL
-    if _is_folder(sink):
-        _check_free(Path(sink), True)
-        return
-    if world.size > 1 and (_is_path(sink) or isinstance(sink, np.ndarray)):
+    if not isinstance(sink, (str, Path)):
         raise OptionError(
-            'An array or a .npy file takes the predictions of one process, and here are several: give a folder.'
+            f'sink={describe(sink)}: give a folder, the path of a .npy file, or a function that is called with the '
+            'entries of each batch.'
         )
-    if _is_path(sink):
-        _check_free(Path(sink), False)
-    if not isinstance(sink, np.ndarray) and not _is_path(sink):
-        raise OptionError(
-            f'sink={describe(sink)}: give a folder, the path of a .npy file, a numpy array or memory '
-            'map, or a function that is called with the entries of each batch.'
-        )
+    path = as_local_path(sink)  # raises for a URL
     others = [name for name in names if name not in ('preds', 'targs')]
-    if others:
+    if _is_npy(path) and (others or world.size > 1):
         raise OptionError(
-            f'An array holds predictions alone, not {", ".join(others)}: give a folder as the sink.'
+            'A .npy file takes the predictions of one process, and nothing else: give a folder as the sink.'
         )
+    for existing in (path, _part_path(path)):
+        if existing.is_file() or (existing.is_dir() and any(existing.iterdir())):
+            raise OptionError(
+                f'{str(existing)!r} is there already, and not an empty folder: it would be overwritten. Remove it, or '
+                'give another name.'
+            )
 
 
-def _check_free(path: Path, is_folder: bool) -> None:
-    "Raise `OptionError` if a sink would overwrite anything but the files of an interrupted run."
-    is_empty_folder = is_folder and path.is_dir() and not any(path.iterdir())
-    if path.exists() and not is_empty_folder:
-        raise OptionError(
-            f'sink={str(path)!r} is there already{" and not an empty folder" * is_folder}: it would be '
-            'overwritten. Remove it, or give another name.'
-        )
-    part = _part_path(path)
-    if not part.exists():
-        return
-    if is_folder:
-        is_sink = part.is_dir() and all(_BATCH_FILE.fullmatch(name) for name in os.listdir(part))
-    else:
-        is_sink = part.is_file() and _has_npy_header(part)
-    if not is_sink:
-        raise OptionError(
-            f'sink={str(path)!r} is called {part.name!r} until it is complete, and that is there '
-            'already, with what no prediction has written. Move it away, or give another name.'
-        )
-
-
-def _has_npy_header(path: Path) -> bool:
-    with open(path, 'rb') as file:
-        return file.read(6) in (b'', b'\x93NUMPY')
-
-
-# names of a batch's file and of its temporary file
-_BATCH_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')
+def _is_npy(path: Path) -> bool:
+    return path.suffix == '.npy'
 
 
 def _part_path(path: Path) -> Path:
     return path.with_name(f'{path.name}.part')
-
-
-def _is_path(sink: Any) -> bool:
-    return isinstance(sink, (str, Path))
-
-
-def _is_folder(sink: Any) -> bool:
-    return _is_path(sink) and Path(sink).suffix != '.npy'
 
 
 @contextmanager
@@ -116,17 +75,15 @@ def open_sink(
         number = partial(next, count())  # cancelled batches leave no gap
     if callable(sink):
         yield sink
-    elif isinstance(sink, np.ndarray):
-        yield partial(_add_preds, names, _Rows(sink).add)
-    elif _is_folder(sink):
+    elif _is_npy(Path(sink)):
+        with _open_npy(Path(sink)) as add:
+            yield partial(_add_preds, names, add)
+    else:
         with _open_folder(Path(sink), world) as part:
             yield lambda *entries: save_plain(
                 dict(zip(names, entries, strict=True)),
                 part / f'{number() * world.size + world.rank:06}.pt',
             )
-    else:
-        with _open_npy(Path(sink)) as add:
-            yield partial(_add_preds, names, add)
 
 
 @contextmanager
@@ -141,35 +98,26 @@ def _open_npy(path: Path) -> Iterator[Callable[[np.ndarray], None]]:
 
 @contextmanager
 def _open_folder(path: Path, world: Comm) -> Iterator[Path]:
-    "Yield the `.part` folder, which all ranks on a disk share, and rename it at the end."
+    "Yield the `.part` folder, which all ranks share, and rename it at the end."
     part = _part_path(path)
 
-    def make() -> None:
-        if part.is_dir():
-            rmtree(part)  # of an interrupted run
-        part.mkdir(parents=True)
-
     def finish() -> None:
-        if not part.is_dir():
-            return  # on a shared disk, rank 0 has renamed it
         if path.exists():
             path.rmdir()  # `check_sink` has checked that the folder is empty
         os.replace(part, path)
 
-    world.run_on_all(make if world.is_first else noop)
     world.run_on_all(partial(part.mkdir, parents=True, exist_ok=True))
     yield part
     world.barrier()  # wait until all ranks have written
     world.run_on_all(finish if world.is_first else noop)
-    world.run_on_all(finish if world.local_rank == 0 else noop)
 
 
 def _add_preds(names: tuple[str, ...], add: Callable[[Any], None], *entries: Any) -> None:
-    "Add the predictions of a batch's entries to an array."
+    "Add the predictions of a batch's entries to a .npy file."
     preds = entries[names.index('preds')]
     if not isinstance(preds, Tensor):
         raise OptionError(
-            f'An array cannot hold predictions like {describe(preds)}: give a folder as the sink.'
+            f'A .npy file cannot hold predictions like {describe(preds)}: give a folder as the sink.'
         )
     preds = preds.detach().cpu()
     if preds.dtype == torch.bfloat16:  # numpy does not have bfloat16
@@ -204,25 +152,6 @@ def _to_plain(o: Any, where: str = '') -> Any:
         f'A {type(o).__name__} cannot be saved in a file that is safe to load: give tensors, numbers and '
         'strings in dicts, tuples and lists.'
     )
-
-
-class _Rows:
-    "Array that is filled row by row."
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.n = 0
-
-    def add(self, rows: np.ndarray) -> None:
-        "Write the rows of a batch after the previous ones."
-        end = self.n + len(rows)
-        if end > len(self.array) or rows.shape[1:] != self.array.shape[1:]:
-            raise OptionError(
-                f'The sink is an array {list(self.array.shape)}, which has no room for rows {self.n} to '
-                f'{end} of shape {list(rows.shape[1:])}.'
-            )
-        self.array[self.n : end] = rows
-        self.n = end
 
 
 class _NpyFile:

@@ -16,7 +16,6 @@ from learnkit.data.dataloaders import check_loader, evaluation_loaders
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Periodic
 from learnkit.engine.run import clear_pass, preserved_state
-from learnkit.inference.gather import AsyncToCPU
 from learnkit.inference.predict import resolve_loader
 
 
@@ -141,7 +140,6 @@ class PeriodicData(Periodic):
     def _collect(self, dl: Any) -> Any:
         "Run a loader through `on_batch`, and return the concatenated results."
         learn = self.learn
-        arriving = AsyncToCPU()
         results = []
         device = model_device(learn.model, learn.dls)
         for i, batch in enumerate(dl):
@@ -151,8 +149,7 @@ class PeriodicData(Periodic):
             learn._split(learn.batch)
             with learn.contexts('forward'):
                 result = self.on_batch(learn.batch)
-            results += arriving.put(learn.to_detach(result, cpu=False))
-        results += arriving.flush()
+            results.append(learn.to_detach(result))
         if not results:
             raise EmptyLoaderError(
                 f'{type(self).__name__}: the loader {name_of(dl)} gave no batch.'

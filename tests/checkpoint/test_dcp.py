@@ -17,8 +17,7 @@ from learnkit.checkpoint.dcp import find_parts_folder, load_parts
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import find
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
-from learnkit.distributed.dtensor import gather_full_state
-from tests.helpers.fsdp import WithStatistics, learner, max_difference, state_values
+from tests.helpers.fsdp import learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks, started_ranks
 
 pytestmark = pytest.mark.dist
@@ -236,27 +235,6 @@ def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path):
     assert second[0] in ('OSError', 'CheckpointError')
     assert 'rocess 1' in first[1] and 'File too large' in first[1], first
     assert not list(tmp_path.glob('0*'))
-
-
-def with_statistics(rank, folder, resume):
-    "Train with averages of running statistics, which differ between processes, and of sharded weights."
-    cbs = [Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)]
-    learn = learner(WithStatistics, n=40, cbs=cbs)
-    torch.manual_seed(3)
-    with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', batch_size='global'):
-        learn.fit(2, resume=resume)
-        return [
-            *(b.clone() for b in learn.model.buffers()),
-            *gather_full_state(learn.ema.state_dict())['averages'].values(),
-        ]
-
-
-def test_what_is_each_processs_own_is_kept_for_it(tmp_path):
-    ends = run_ranks(with_statistics, 2, tmp_path, False)
-    assert max_difference(*ends) > 1e-4
-    again = run_ranks(with_statistics, 2, tmp_path, sorted(tmp_path.glob('*.ckpt'))[2])
-    for end, found in zip(ends, again, strict=True):
-        assert max_difference(end, found) == 0
 
 
 class Dies(Callback):

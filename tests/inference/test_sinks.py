@@ -20,7 +20,6 @@ from learnkit import (
     OptionError,
     TensorLoader,
 )
-from learnkit.inference import gather as gathering, predict
 from learnkit.inference.sinks import save_plain
 from tests.helpers.distributing import make_learner
 from tests.helpers.ranks import run_ranks
@@ -61,40 +60,6 @@ def test_values_of_numpy_and_enums_are_saved_as_plain_values(tmp_path: Path) -> 
     for value in (np.array(['a']), {1}, object()):
         with pytest.raises(BatchError, match='safe to load'):
             save_plain([value], tmp_path / 'b.pt')
-
-
-def test_a_users_own_part_is_left_alone(tmp_path: Path) -> None:
-    learn = make()
-    (tmp_path / 'preds.part').mkdir()
-    (tmp_path / 'preds.part' / 'thesis.txt').write_text('all of it')
-    (tmp_path / 'preds.npy.part').write_text('a note')
-    for name in ('preds', 'preds.npy'):
-        with pytest.raises(OptionError, match=r"\.part' until it is complete"):
-            learn.get_preds(sink=tmp_path / name)
-    assert (tmp_path / 'preds.part' / 'thesis.txt').read_text() == 'all of it'
-    assert (tmp_path / 'preds.npy.part').read_text() == 'a note'
-
-
-def test_what_arrives_late_comes_in_order_and_all_of_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Late(gathering.AsyncToCPU):
-        def put(self, b: Any) -> list[Any]:
-            arrived, self._pending = self.flush(), [(b, [])]
-            return arrived
-
-    learn, got = make(), []
-    preds, targs = learn.get_preds()
-    monkeypatch.setattr(predict, 'AsyncToCPU', Late)
-    sink = lambda *entries: got.append(entries)
-    learn.get_preds(sink=sink, act=torch.neg, with_input=True, with_loss=True)
-    inputs, p, t, losses = (torch.cat(parts) for parts in zip(*got, strict=True))
-    assert torch.equal(p, -preds)
-    assert torch.equal(t, targs)
-    assert inputs.shape == (10, 2)
-    assert losses.shape == (10,)
-    learn.get_preds(sink=tmp_path / 'p.npy')
-    assert np.array_equal(np.load(tmp_path / 'p.npy'), preds.numpy())
 
 
 # -- several processes -----------------------------------------------------------------------------
