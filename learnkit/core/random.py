@@ -106,6 +106,18 @@ _LEAVES = _ATOMS | {
 _CALLABLES = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
 
 
+def draw_seed() -> int:
+    "Draw a seed from torch's global generator."
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def seed_all(seed: int) -> None:
+    "Seed the global generators of torch, of its devices, of Python and of NumPy."
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def own_generators(
     dl: Any,  # the loader
 ) -> dict[str, Any]:  # attribute path: generator; each generator once

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
-from learnkit.core.random import preserved_rng
+from learnkit.core.random import draw_seed, preserved_rng, seed_all
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
@@ -26,12 +25,11 @@ from learnkit.distributed.compare import (
     check_alike,
     check_bare,
     compute_totals,
-    list_lengths,
+    describe_loaders,
 )
 from learnkit.distributed.ddp import Parallelism, Replicas, average
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.failures import Failures
-from learnkit.distributed.shard_spec import BATCH_SIZES, check_option
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback, declared
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar('T')
 
 STRATEGIES = ('ddp', 'fsdp')
+BATCH_SIZES = ('process', 'global')
 
 
 @dataclass(slots=True)
@@ -53,8 +52,6 @@ class BatchShare:
 
     share: tuple[int, int] | None = None  # samples of this rank, samples of all; None: unknown
     local: bool = True  # gradients may not be averaged yet
-    tokens_before: int = 0  # tokens before the batch
-    tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
     # this rank's weight, and f() -> weight of all ranks, if the loss does not average over samples
     weights: tuple[Tensor, Callable[[], Tensor]] | None = None
 
@@ -103,8 +100,10 @@ class DistributedTraining(Callback):
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
-        check_option('strategy', strategy, STRATEGIES)
-        check_option('batch_size', batch_size, BATCH_SIZES)
+        if strategy not in STRATEGIES:
+            raise OptionError(f"strategy={strategy!r}: give 'ddp' or 'fsdp'.")
+        if batch_size not in BATCH_SIZES:
+            raise OptionError(f"batch_size={batch_size!r}: give 'process' or 'global'.")
         if agree_every is not None:
             check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
@@ -114,7 +113,7 @@ class DistributedTraining(Callback):
         self.backend = backend
         self.sharded_already = sharded_already
         self.batch_size = batch_size
-        self._options = sorted(options)
+        self.strategy_options = sorted(options)
         self.agree_every = agree_every
         self.parallelism = make_parallelism(strategy, options)
         self._mean = GradientMean()
@@ -127,11 +126,9 @@ class DistributedTraining(Callback):
 
     @override
     def runs_at(self, event_name: str, training: bool | None) -> bool:
-        "Return False in a single process, and for `after_pred` in training."
-        if self.learn is None or self.learn.world.size == 1:
-            return False
-        is_idle = training and event_name == 'after_pred'
-        return not is_idle and super().runs_at(event_name, training)
+        "Return False in a single process."
+        is_alone = self.learn is None or self.learn.world.size == 1
+        return not is_alone and super().runs_at(event_name, training)
 
     # -- joining and leaving the process group -----------------------------------------------------
 
@@ -172,15 +169,10 @@ class DistributedTraining(Callback):
 
     def _collect_shared_options(self) -> dict[str, str]:
         "Return the options and lengths that must be equal on all ranks, in addition to the model."
-        lengths = {} if self.sharded_already else list_lengths(self.learn.dls)
+        lengths = {} if self.sharded_already else describe_loaders(self.learn.dls)
         counts = [f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items()]
-        options = {
-            'strategy': self.strategy,
-            'sharded_already': self.sharded_already,
-            'options of the strategy': self._options,
-            'batch_size': self.batch_size,
-        }
-        shared = {f'option {name}': repr(value) for name, value in options.items()}
+        names = ('strategy', 'strategy_options', 'batch_size', 'sharded_already')
+        shared = {f'option {name}': repr(getattr(self, name)) for name in names}
         return {**lengths, 'trained so far': ', '.join(counts), **shared}
 
     def _share_loaders(self) -> None:
@@ -202,17 +194,11 @@ class DistributedTraining(Callback):
 
     def _seed(self) -> None:
         "Seed the random generators differently on each rank; rank 0 keeps its state."
+        world = self.learn.world
         with preserved_rng():
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-        seed = self.learn.world.broadcast(seed)
-        if self.learn.world.is_first:
-            return
-        seed = (seed + 0x9E3779B97F4A7C15 * self.learn.world.rank) % 2**63
-        torch.manual_seed(seed)
-        random.seed(seed)
-        import numpy as np
-
-        np.random.seed(seed % 2**32)
+            seed = world.broadcast(draw_seed())
+        if not world.is_first:
+            seed_all((seed + 0x9E3779B97F4A7C15 * world.rank) % 2**63)
 
     def on_removed(self) -> None:
         learn = self.learn
@@ -299,8 +285,6 @@ class DistributedTraining(Callback):
             return
         batch = self.batch
         batch.share = loader_share if share is not None else self._count_share()
-        batch.tokens_before = learn.counters.tokens
-        batch.tokens = None
         batch.weights = None
 
     @property
@@ -323,8 +307,6 @@ class DistributedTraining(Callback):
         if not learn.training:
             return None
         batch = self.batch
-        if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
-            self._sum_tokens()
         if batch.weights is None and has_weights(learn) and not learn.microbatch:
             self.sum_weights()
         averages = not learn.own_loop.calls_modules and self._will_step()
@@ -340,7 +322,7 @@ class DistributedTraining(Callback):
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
-        if self._has_evaluation_samples:
+        if self.has_local_samples or self.learn.training:
             return
         clear_pass(self.learn)
         raise CancelBatchException
@@ -356,27 +338,21 @@ class DistributedTraining(Callback):
         learn = self.learn
         if not learn.training:
             return
-        batch = self.batch
-        if batch.share is not None:
-            learn.counters.samples += batch.share[1] - sample_count(learn)
-        if not has_tokens(learn):
-            return
-        # the forward pass of a canceled batch, or of microbatches, has not started the sum
-        tokens = batch.tokens or self._sum_tokens()
-        learn.counters.tokens = batch.tokens_before + int(tokens())
-
-    def _sum_tokens(self) -> Callable[[], Tensor]:
-        "Start to sum this batch's tokens over all ranks, while the batch is computed."
-        self.batch.tokens = self.learn.world.start_sum(
-            torch.tensor(token_count(self.learn) if self.has_local_samples else 0)
-        )
-        return self.batch.tokens
+        share = self.batch.share
+        if share is not None:
+            learn.counters.samples += share[1] - sample_count(learn)
+        if has_tokens(learn):
+            n = token_count(learn)
+            own = n if self.has_local_samples else 0
+            learn.counters.tokens += int(learn.world.sum(torch.tensor(own))) - n
 
     def sum_weights(self) -> tuple[Tensor, Callable[[], Tensor]]:
         "Return this batch's weight, and f() -> the sum over ranks, which starts with the first call."
         if self.batch.weights is None:
             learn = self.learn
-            weight = learn.strategy.own_weight(learn)
+            # a filler does not count
+            has_samples = learn.strategy.own_samples(learn) > 0
+            weight = learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb) if has_samples else 0
             own = torch.as_tensor(weight, dtype=torch.float64, device=learn.batch_device)
             self.batch.weights = own, learn.world.start_sum(own)
         return self.batch.weights
@@ -401,9 +377,6 @@ class DistributedTraining(Callback):
         # more than the rounding errors of different hardware
         if max(sums) - min(sums) > 1e-6 * max(magnitudes):
             learn.check_replicas()
-
-    def iteration_checkpoint(self) -> None:
-        self._agree(self.world.sync)
 
     def _agree(self, exchange: Callable[[], T]) -> T:
         learn = self.learn

@@ -182,11 +182,6 @@ class Comm:
         "Return the maximum over ranks of a slot, as of the last `exchange`."
         return self._maxima[SLOTS.index(slot)]
 
-    def set(self, slot: str, value: float) -> None:
-        "Set a slot without communication, to a value that is equal on every rank."
-        i = SLOTS.index(slot)
-        self._posted[i] = self._maxima[i] = value
-
     def exchange(
         self,
         sends: bool = True,  # also start to send the posted numbers
@@ -339,33 +334,27 @@ def _make_groups(
     timeout: timedelta,
 ) -> ProcessGroup:
     "Join the launched ranks, if there are any, and return a group of all ranks on the hosts."
+    has_gpu = torch.cuda.is_available()
     try:
         if launched:
-            _init_default_group(launched, backend, timeout)
+            if has_gpu:
+                torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
+            dist.init_process_group(
+                backend or ('cpu:gloo,cuda:nccl' if has_gpu else 'gloo'),
+                timeout=timeout,
+                rank=int(launched['RANK']),
+                world_size=int(launched['WORLD_SIZE']),
+                store=rendezvous(launched, timeout),
+            )
         return dist.new_group(backend='gloo', timeout=timeout)
     except (RuntimeError, ValueError) as e:
         if launched and dist.is_initialized():
             dist.destroy_process_group()
-        where = '{MASTER_ADDR}:{MASTER_PORT}'.format_map(launched) if launched else 'their group'
         raise DistributedError(
             f'Process {launched.get("RANK", "")} of {launched.get("WORLD_SIZE", "")} cannot join the others at '
-            f'{where}: {str(e).rstrip(".")}. Were all started, with the same WORLD_SIZE, and is the port free?'
+            f'{launched.get("MASTER_ADDR")}:{launched.get("MASTER_PORT")}: {str(e).rstrip(".")}. Were all started, '
+            'with the same WORLD_SIZE, and is the port free?'
         ) from e
-
-
-def _init_default_group(
-    launched: Mapping[str, str], backend: str | None, timeout: timedelta
-) -> None:
-    "Create the default process group of the launched ranks."
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
-    dist.init_process_group(
-        backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'),
-        timeout=timeout,
-        rank=int(launched['RANK']),
-        world_size=int(launched['WORLD_SIZE']),
-        store=rendezvous(launched, timeout),
-    )
 
 
 def rendezvous(launched: Mapping[str, str], timeout: timedelta) -> Store:

@@ -20,37 +20,29 @@ from learnkit.distributed.dtensor import is_dtensor
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-WRAPPERS = {'DistributedDataParallel', 'DataParallel', 'FullyShardedDataParallel'}
-
 
 def check_bare(model: nn.Module) -> None:
     "Raise `ModelError` for a model that is wrapped for several processes already."
-    kinds = {type(m).__name__ for m in model.modules()}
-    wrappers = sorted(kinds & WRAPPERS)
-    if wrappers:
-        raise ModelError(
-            f'The model is a {wrappers[0]}, or has one in it: give the bare model (`model.module`) to the '
-            'Learner, and the options to `learn.distributed()`.'
-        )
+    for m in model.modules():
+        if isinstance(m, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ModelError(
+                f'The model is a {type(m).__name__}, or has one in it: give the bare model (`model.module`) to the '
+                'Learner, and the options to `learn.distributed()`.'
+            )
 
 
-def list_lengths(dls: Any) -> dict[str, str]:
-    "Return descriptions of the numbers of batches and samples of the loaders, by name."
-    loaders = [('train', dls.train), *evaluation_loaders(dls)]
-    return {
-        f'{name} loader': f'{n_batches(dl)} batches of {describe_samples(dl)}'
-        for name, dl in loaders
-    }
-
-
-def describe_samples(dl: Any) -> str:
-    "Describe the number of samples of a loader's data set, and the choice of samples of a Subset."
-    dataset = getattr(dl, 'dataset', None)
-    n = dl.n if isinstance(dl, TensorLoader) else n_batches(dataset)
-    indices = getattr(dataset, 'indices', None)  # of a Subset, as `random_split` returns it
-    if not isinstance(indices, (list, range, Tensor)):
-        return f'{n} samples'
-    return f'{n} samples (choice {crc32(np.asarray(indices).tobytes())})'
+def describe_loaders(dls: Any) -> dict[str, str]:
+    "Return descriptions of the numbers of batches and samples of the loaders, and of the choice of samples, by name."
+    described = {}
+    for name, dl in [('train', dls.train), *evaluation_loaders(dls)]:
+        dataset = getattr(dl, 'dataset', None)
+        n = dl.n if isinstance(dl, TensorLoader) else n_batches(dataset)
+        text = f'{n_batches(dl)} batches of {n} samples'
+        indices = getattr(dataset, 'indices', None)  # of a Subset, as `random_split` returns it
+        if isinstance(indices, (list, range, Tensor)):
+            text += f' (choice {crc32(np.asarray(indices).tobytes())})'
+        described[f'{name} loader'] = text
+    return described
 
 
 def list_model_tensors(learn: Learner) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ class Replicas(Parallelism):
         self.comm_hook = comm_hook
         self.comm_state = comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
-        self.wrapped: nn.parallel.DistributedDataParallel | None = None
+        self.wrapped: Any = None  # DistributedDataParallel
         self._layout: list[Any] = []  # description of the prepared parameters and buffers
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
         self._has_averaged = False  # True once a pass of the wrapper has averaged gradients
@@ -96,18 +96,15 @@ class Replicas(Parallelism):
         layout.append(sum(1 for _ in model.buffers()))
         if layout != self._layout:
             self.release(learn)
-            if any(p.requires_grad for p in params):
-                self._wrap(model)
+            self._wrap(model)
             self._layout = layout
             self._params = params
             self._has_averaged = False
-        if self.wrapped is not None:
-            learn.seams.take(HOLDER, model=self.call)
+        learn.seams.take(HOLDER, model=self.call)
 
     def call(self, learn: Learner) -> Any:
         "Call the wrapper in training, and the model itself in evaluation."
-        module = self.wrapped if learn.training else None
-        return call_module(learn, learn.model if module is None else module)
+        return call_module(learn, self.wrapped if learn.training else learn.model)
 
     def _wrap(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
@@ -145,8 +142,6 @@ class Replicas(Parallelism):
         averages: bool,  # the gradients of the pass are averaged; otherwise they stay on this rank
     ) -> AbstractContextManager[Any] | None:
         "Begin a forward pass in training, and return a context for it."
-        if self.wrapped is None:
-            return None
         must_average = self.options.get('static_graph') and not self._has_averaged
         if not (averages or must_average):  # torch requires it of the first pass of a static graph
             return self.wrapped.no_sync()
@@ -158,9 +153,6 @@ class Replicas(Parallelism):
     @override
     def average_gradients(self, learn: Learner) -> None:
         "Average gradients that each rank has accumulated alone."
-        if learn.turn is None:
-            average(learn.model.parameters())
-            return
         stepping = set(learn.step_parameters)
         average(p for p in learn.model.parameters() if p in stepping)
 

@@ -34,8 +34,8 @@ ADVICE = (
 class Failures:
     """Exchange of failures between the ranks of one `Comm`.
 
-    Keys of the store: `error`, the first error of all ranks; `lost/RANK`, the place where a collective of a rank has
-    failed; `left/RANK`, if a rank has left; `read/RANK`, once a rank has found the cause of its failure."""
+    Keys of the store: `error`, the first error of all ranks; `end/RANK`, the place where a collective of a rank has
+    failed, or an empty string if the rank has left; `read/RANK`, once a rank has found the cause of its failure."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -74,7 +74,7 @@ class Failures:
     def leave(self) -> None:
         "Inform the other ranks that this rank leaves."
         if not self.comm.is_broken:
-            self._ask(lambda: self._set('left'))
+            self._ask(lambda: self._set('end'))
 
     def linger(self) -> None:
         "Wait until this rank has left, and until the others have read the store, if it ends with this process."
@@ -121,7 +121,7 @@ class Failures:
     def _find_cause(self, e: BaseException, learn: Learner) -> str:
         "Return a message with the rank that made a collective of this rank fail, and the reason."
         here = describe_place(e, learn)
-        self._ask(lambda: self._set('lost', here))
+        self._ask(lambda: self._set('end', here))
         # closed connections end the collectives of ranks that wait for this rank
         traceback.clear_frames(e.__traceback__)
         # in a thread, because gloo waits for collectives that still run, perhaps with a rank that waits for this report
@@ -144,20 +144,21 @@ class Failures:
         while True:
             if store.check(['error']):
                 return str(store.get('error').decode())
-            left = [rank for rank in others if store.check([f'left/{rank}'])]
-            lost = [rank for rank in others if store.check([f'lost/{rank}'])]
-            if left or len(lost) == len(others) or monotonic() > end:
+            ended = [rank for rank in others if store.check([f'end/{rank}'])]
+            places = {rank: store.get(f'end/{rank}').decode() for rank in ended}
+            if '' in places.values() or len(ended) == len(others) or monotonic() > end:
                 break
             sleep(0.02)
-        places = {rank: store.get(f'lost/{rank}').decode() for rank in lost}
-        places[self.comm.rank] = here
-        return self._publish(self._summarize(left, places, timed_out))
+        return self._publish(self._summarize({**places, self.comm.rank: here}, timed_out))
 
-    def _summarize(self, left: list[int], places: dict[int, str], timed_out: bool) -> str:
-        "Return a message that summarizes the reports of ranks whose collectives have failed."
+    def _summarize(self, places: dict[int, str], timed_out: bool) -> str:
+        "Return a message that summarizes how the ranks have ended."
         size = self.comm.size
-        waiting = '; '.join(f'process {rank} waited {places[rank]}' for rank in sorted(places))
+        waiting = '; '.join(
+            f'process {rank} waited {text}' for rank, text in sorted(places.items()) if text
+        )
         silent = [str(rank) for rank in range(size) if rank not in places]
+        left = [rank for rank, text in places.items() if not text]
         if left:
             return f'Process {left[0]} of {size} has left the training: {waiting}.'
         if not silent:

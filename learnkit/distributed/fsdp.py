@@ -130,13 +130,8 @@ class Sharded(Parallelism):
 
     @override
     def prepare(self, learn: Learner) -> None:
-        "Raise `DistributedError` for optimizers and callbacks that need full weights."
+        "Raise `DistributedError` for microbatches of unknown number, and callbacks that need full weights."
         reshard(learn.model)
-        if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
-            raise DistributedError(
-                f"{learn.opt!r} needs all weights as one vector, which strategy 'fsdp' does not "
-                "have. Use SGD or Adam, or strategy 'ddp'."
-            )
         if learn.microbatch in (1, 'auto'):
             raise DistributedError(
                 f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "

@@ -30,7 +30,7 @@ from learnkit.distributed.callback import DistributedTraining
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-GRACE_S = 8.0  # seconds in which processes may exit by themselves after a failure or an interrupt
+GRACE_S = 8.0  # seconds in which the other processes may exit by themselves after a failure
 _SERVE_CODE = (
     'import sys; sys.path[:] = sys.argv[2:]; '
     'from learnkit.distributed.launch import serve; serve(sys.argv[1])'
@@ -124,8 +124,8 @@ def run_processes(
 ) -> None:
     """Run processes in new interpreters, as torchrun does, and print the output of rank 0; leave no process.
 
-    Each process has its own session, so that an interrupt reaches this process only, which interrupts the others.
-    Raises `DistributedError` if a process fails."""
+    Each process has its own session, so that an interrupt reaches this process only, which kills the others. Raises
+    `DistributedError` if a process fails."""
     port = free_port()
     processes = []
     (folder / _OUTPUT.format(0)).touch()
@@ -134,13 +134,6 @@ def run_processes(
             for rank in range(n):
                 processes.append(_start(folder, rank, environment(rank, n, port)))
             codes = _wait(processes, shown)
-        except KeyboardInterrupt:
-            for p in processes:
-                if p.poll() is None:
-                    p.send_signal(signal.SIGINT)
-            # for the cleanup of callbacks
-            _wait(processes, shown, end=monotonic() + GRACE_S)
-            raise
         finally:
             for p in processes:
                 if p.poll() is None:
@@ -166,11 +159,11 @@ def _start(folder: Path, rank: int, env: Mapping[str, str]) -> subprocess.Popen[
 def _wait(
     processes: list[subprocess.Popen[bytes]],
     shown: BinaryIO,  # file to print
-    end: float = inf,  # time at which waiting ends
 ) -> list[int | None]:
     "Print a file until all processes have exited, or one has failed for some time; return the exit codes."
     decoder = getincrementaldecoder('utf-8')('replace')
     codes: list[int | None] = [None]
+    end = inf
     while None in codes and monotonic() < end:
         sleep(0.05)
         codes = [p.poll() for p in processes]

@@ -10,7 +10,6 @@ from typing import Any
 from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.core.batch import rebuild, slice_batch, split_batch
-from learnkit.core.errors import BatchError
 from learnkit.data.dataloaders import make_unshuffled, n_batches
 from learnkit.data.shard import Order, Shard
 from learnkit.distributed.shard_spec import ShardSpec
@@ -70,17 +69,10 @@ class RoundShard(Shard):
 
     def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
         "Return this rank's batch of a round, or a filler, and its share."
-        sizes = [self._count(b) for b in drawn]
+        sizes = list(map(self.spec.count, drawn))
         if self.spec.rank < len(drawn):
             return drawn[self.spec.rank], (sizes[self.spec.rank], sum(sizes))
         return drawn[-1], (0, sum(sizes))
-
-    def _count(self, batch: Any) -> int:
-        "Return the number of samples in a batch; 1 if the number is unknown."
-        try:
-            return self.spec.count(batch)
-        except BatchError:
-            return 1
 
     def _take_rows(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
         "Return this rank's rows of the one batch of a round, and its share."

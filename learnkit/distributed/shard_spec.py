@@ -7,25 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from learnkit.core.batch import find_bs
-from learnkit.core.errors import LoaderError, OptionError, did_you_mean
-
-BATCH_SIZES = ('process', 'global')
-
-
-def check_option(name: str, value: Any, known: tuple[str, ...]) -> None:
-    "Raise `OptionError` if the value of an option is not one of the known values."
-    if value not in known:
-        raise OptionError(
-            f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
-            f'{did_you_mean(str(value), known)}'
-        )
 
 
 @dataclass(frozen=True)
 class ShardSpec:
     """Division of a round, the batches of all ranks, into contiguous parts, one for each rank.
-
-    Raises `OptionError` for an unknown option.
 
     >>> [list(ShardSpec(rank, 3).rows(7)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6]]
@@ -38,11 +24,6 @@ class ShardSpec:
     batch_size: str = 'process'  # meaning of the loader's batch size: per 'process', or 'global'
     drops_last: bool = False  # whether a last round that is smaller is dropped
     count: Callable[[Any], int] = find_bs  # function returning the number of samples in a batch
-
-    def __post_init__(self) -> None:
-        check_option('batch_size', self.batch_size, BATCH_SIZES)
-        if not 0 <= self.rank < self.size:
-            raise LoaderError(f'There is no process {self.rank} of {self.size}: they count from 0.')
 
     @property
     def per_round(self) -> int:

@@ -119,12 +119,6 @@ class SeveralProcesses(SingleProcess):
         share = self.team.batch.share
         return count_samples(learn) if share is None else share[0]
 
-    def own_weight(self, learn: Learner) -> Any:
-        "Return the weight of this rank's batch; 0 for a filler, a sample that does not count."
-        if not self.own_samples(learn):
-            return 0.0
-        return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
-
     @override
     def count_samples(self, learn: Learner) -> int:
         "Return the number of samples of the batch over all ranks."
@@ -195,7 +189,7 @@ class SeveralProcesses(SingleProcess):
     @override
     def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
-        learn.world.set('clock', learn.counters.seconds)
+        learn.world.reset(clock=learn.counters.seconds)
 
 
 def check_world(world: Comm) -> None:

@@ -141,7 +141,6 @@ class GatherPredsCallback(BatchCollector):
         self.targets: Any = []
         self.losses: Any = []
         self._sizes: list[int] = []  # number of samples of each batch
-        self.n_batches = 0
         self._is_joined = False
 
     @override
@@ -157,7 +156,6 @@ class GatherPredsCallback(BatchCollector):
 
     @override
     def _take(self, entries: dict[str, Any]) -> None:
-        self.n_batches += 1
         self._sizes.append(entries['n'])
         preds = entries['preds']
         targs = entries.get('targs', ())
@@ -186,7 +184,7 @@ class GatherPredsCallback(BatchCollector):
         self._is_joined = True
         if self._world.size > 1:
             self._gather_ranks()
-        if not self.n_batches:
+        if not self._sizes:
             return
         join = partial(concat, dim=self.concat_dim, sizes=self._sizes)
         if self.with_input:
@@ -203,17 +201,8 @@ class GatherPredsCallback(BatchCollector):
 
     def _gather_ranks(self) -> None:
         "Gather the batches of all ranks, in the order of the data."
-        rank_data = (
-            self.n_batches,
-            self.inputs,
-            self.preds,
-            self.targets,
-            self.losses,
-            self._sizes,
-        )
-        gathered = gather_on_host(self._world, rank_data, 'predictions')
-        n_batches, *batches = zip(*gathered, strict=True)
-        self.n_batches = sum(n_batches)
+        own = self.inputs, self.preds, self.targets, self.losses, self._sizes
+        batches = zip(*gather_on_host(self._world, own, 'predictions'), strict=True)
         self.inputs, self.preds, self.targets, self.losses, self._sizes = map(interleave, batches)
 
     def all_tensors(self) -> list[Any]:
@@ -222,7 +211,7 @@ class GatherPredsCallback(BatchCollector):
         Raises `BatchError` if no batch was predicted on.
         """
         self._join()  # the batches of an interrupted run are not concatenated yet
-        if not self.n_batches:
+        if not self._sizes:
             raise BatchError(
                 'There is nothing to return: not one batch was predicted on. Does a callback '
                 'cancel them all?'

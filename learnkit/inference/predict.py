@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -36,7 +35,14 @@ from learnkit.core.errors import (
     OptionError,
 )
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.random import capture_rng, preserved_generators, preserved_rng, restore_rng
+from learnkit.core.random import (
+    capture_rng,
+    draw_seed,
+    preserved_generators,
+    preserved_rng,
+    restore_rng,
+    seed_all,
+)
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
 from learnkit.data.shard import Shard
@@ -56,17 +62,6 @@ from learnkit.inference.sinks import check_sink, open_sink
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-__all__ = [
-    'GatherPredsCallback',
-    'get_preds',
-    'plan_loader',
-    'predict',
-    'predict_iter',
-    'resolve_loader',
-    'tta',
-    'validate',
-]
 
 _END = object()  # marks the end of a loader, as the default of `next`
 
@@ -262,7 +257,7 @@ def _predict_batches(
                 if batch is _END:
                     break
                 run(batch)
-                _reseed()  # or else all batches would draw the same numbers
+                seed_all(draw_seed())  # or else all batches would draw the same numbers
                 state = capture_rng()
             share = getattr(dl, 'share', lambda i: None)(i)
             if share is None or share[0]:  # other batches are fillers of this rank
@@ -385,7 +380,7 @@ def _predict_augmented(
     cbs = _make_augmenter(augment) if augment else None
     with open_split() if open_split else nullcontext():
         res: tuple[Any, Any] = learn.get_preds(dl=dl, cbs=cbs)
-    _reseed()
+    seed_all(draw_seed())
     return res
 
 
@@ -551,12 +546,3 @@ def _replace_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
         f'tta: a {type(dl).__name__} has no item_tfms and batch_tfms. Use `augment=f`, where f(x) '
         'returns the inputs of a batch augmented.'
     )
-
-
-def _reseed() -> None:
-    "Seed every global random generator with a number drawn from torch's generator."
-    seed = int(torch.empty((), dtype=torch.int64).random_())
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if 'numpy.random' in sys.modules:
-        np.random.seed(seed % 2**32)

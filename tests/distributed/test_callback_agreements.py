@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from learnkit import Callback, CancelStepException, Learner
 from learnkit.callbacks import (
-    Checkpoint,
     EarlyStopping,
     FixedStopper,
     ReduceLROnPlateau,
@@ -23,7 +18,7 @@ from learnkit.callbacks import (
     ShortEpochCallback,
     ThresholdStopper,
 )
-from tests.helpers.distributing import make_dls, make_learner, rows, same_rows, weights
+from tests.helpers.distributing import make_dls, make_learner, rows, same_rows
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -168,50 +163,6 @@ def test_callbacks_with_differing_values_follow_the_first_process(tmp_path: Path
         'mean of all': 2,
     }
     assert found['lowers'][0][1] < 1e-2 == found['saves'][0][1]
-
-
-# ------------------------------------------------------------------------------------------ SIGTERM
-
-# where one process gets it, and the number of batches after which all have left
-SIGNALS: list[tuple[str, EVENT, int]] = [
-    ('after_batch', after(13), 13),
-    ('before_batch', evaluating(0), 13),
-    ('epoch_checkpoint', in_epoch(0), 17),
-    ('after_epoch', in_epoch(1), 26),
-    ('after_fit', lambda cb: True, 26),
-]
-
-
-def test_sigterm_at_the_ends_of_epochs_is_one_end_for_all_and_the_resume_is_exact(
-    tmp_path: Path,
-) -> None:
-    def make(path: Path, *cbs: Any) -> Learner:
-        torch.manual_seed(5)
-        return make_training(Checkpoint(every='1ep'), *cbs, path=path, dropout=0.2)
-
-    def signalled(rank: int, i: int, event: str, where: EVENT) -> list[Any]:
-        path = tmp_path / f'{i}'
-        learn = make(path, at(event, lambda cb: os.kill(os.getpid(), signal.SIGTERM), where, i % 2))
-        with pytest.raises(SystemExit) as e, learn.distributed('ddp', timeout='200s'):
-            learn.fit(2)
-        again = make(tmp_path / f'{i}')
-        torch.manual_seed(rank + 9)
-        stopped(again, lambda learn: learn.fit(2, resume=True))
-        return [e.value.code, learn.train_iter, weights(again), rows(again)]
-
-    def straight(rank: int) -> list[Any]:
-        stopped(learn := make(tmp_path / 'straight'), lambda learn: learn.fit(2))
-        return [weights(learn), rows(learn)]
-
-    cases = {
-        i: partial(signalled, i=i, event=event, where=where)
-        for i, (event, where, _) in enumerate(SIGNALS)
-    }
-    *found, wanted = each({**cases, 'straight': straight}).values()
-    for got, (event, _, n) in zip(found, SIGNALS, strict=True):
-        for (code, n_batches, *end), (w, table) in zip(got, wanted, strict=True):
-            assert (code, n_batches) == (143, n), event
-            assert torch.equal(end[0], w) and end[1] == table, event
 
 
 # ------------------------------------------------------------------------------------------ logging

@@ -183,7 +183,7 @@ def _exchanges(rank: int) -> list[Any]:
     seen.append([world.value('stop')])  # sent, and not received yet
     world.exchange(sends=False)
     seen.append([world.value('stop'), world.value('clock')])
-    world.set('clock', 3.0)
+    world.post('clock', 8.0)
     seen.append([world.sync(rank, 10 + rank), world.value('clock'), world.value('stop')])
     world.leave()
     world.leave()
@@ -192,7 +192,7 @@ def _exchanges(rank: int) -> list[Any]:
 
 @pytest.mark.dist
 def test_numbers_that_are_posted_arrive_one_exchange_later() -> None:
-    expected = [[0.0, 7.0], [0.0], [1.0, 7.0], [[[0.0, 10.0], [1.0, 11.0]], 3.0, 1.0]]
+    expected = [[0.0, 7.0], [0.0], [1.0, 7.0], [[[0.0, 10.0], [1.0, 11.0]], 8.0, 1.0]]
     assert run_ranks(_exchanges, 2) == [expected] * 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from learnkit import Callback
 from learnkit.distributed.failures import is_lost
 from tests.helpers.distributing import make_dls, make_learner
-from tests.helpers.ranks import run_ranks, started_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -34,21 +33,6 @@ def fit(rank: int, who: int, event: str, do: Any, timeout: float = 200.0) -> tup
     except BaseException as e:
         error = f'{type(e).__name__}: {e}'
     return error, time.monotonic() - began, threading.active_count() - before
-
-
-def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
-    def job(rank: int) -> None:
-        assert not fit(rank, 1, 'after_loss', lambda cb: signal.raise_signal(signal.SIGKILL))[0]
-
-    with started_ranks(job, 3) as children:
-        began = time.monotonic()
-        for child in children:
-            child.wait(200)
-        assert time.monotonic() - began < 180
-        for rank in (0, 2):
-            assert 'DistributedError: Process ' in children[rank].stderr
-            assert '(epoch 0, batch 3)' in children[rank].stderr
-        assert 'DistributedError: Process 1' in children[0].stderr
 
 
 def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None:
