@@ -341,7 +341,7 @@ class DistributedTraining(Callback):
         share = self.batch.share
         if share is not None:
             learn.counters.samples += share[1] - sample_count(learn)
-        if has_tokens(learn):
+        if learn.token_func or (learn.xb and isinstance(learn.xb[0], Mapping)):
             n = token_count(learn)
             own = n if self.has_local_samples else 0
             learn.counters.tokens += int(learn.world.sum(torch.tensor(own))) - n
@@ -443,11 +443,3 @@ def has_weights(learn: Learner) -> bool:
     "Return True if batches with as many samples may weigh differently in the mean over ranks."
     weights = learn.loss_weights
     return not weights.is_sum(learn) and not weights.are_samples(learn)
-
-
-def has_tokens(learn: Learner) -> bool:
-    "Return True if the tokens of the current batch are counted."
-    if learn.token_func is not None:
-        return True
-    first = learn.xb[0] if learn.xb else None
-    return first.__class__ is not Tensor and isinstance(first, Mapping) and 'input_ids' in first

@@ -188,7 +188,7 @@ class Comm:
     ) -> None:
         "Receive the numbers of the previous exchange, and start to send the posted numbers. Called after a batch."
         self._receive()
-        if not sends or self.size == 1:
+        if not sends:
             return
         t = torch.tensor(self._posted, dtype=torch.float64)
         self._pending = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
@@ -198,8 +198,6 @@ class Comm:
         *numbers: float,  # additional numbers of this rank
     ) -> list[list[float]]:
         "Exchange the posted numbers, wait for the result, and return `numbers` of all ranks. Called between epochs."
-        if self.size == 1:
-            return [list(numbers)]
         self._receive()
         t = torch.tensor([*self._posted, *numbers], dtype=torch.float64)
         gathered = [torch.empty_like(t) for _ in range(self.size)]

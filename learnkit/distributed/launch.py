@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -175,19 +174,14 @@ def _wait(
 
 def _make_error(folder: Path, codes: list[int | None]) -> DistributedError:
     "Return the error of the process that failed first."
-    n = len(codes)
-    reports = [json.loads(path.read_text('utf-8')) for path in folder.glob('failed*.json')]
+    reports = sorted(folder.glob('failed-*'))
     if reports:
-        # a `DistributedError` may be a consequence of another process's error
-        first = min(reports, key=lambda r: (r['type'] == DistributedError.__name__, r['time']))
-        return DistributedError(
-            f'Process {first["rank"]} of {n} has failed: {first["type"]}: {first["message"]}\n\n{first["traceback"]}'
-        )
+        return DistributedError(reports[0].read_text('utf-8'))
     rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
     how = f'exit code {code}' if code > 0 else signal.Signals(-code).name
     output = (folder / _OUTPUT.format(rank)).read_text('utf-8', 'replace')
     last_lines = ''.join(output.splitlines(keepends=True)[-30:])
-    return DistributedError(f'Process {rank} of {n} has ended with {how}.\n{last_lines}')
+    return DistributedError(f'Process {rank} of {len(codes)} has ended with {how}.\n{last_lines}')
 
 
 def free_port() -> int:
@@ -233,16 +227,12 @@ def serve(
     try:
         _train(rank, path)
     except BaseException as e:
-        report = {
-            'rank': rank,
-            'type': type(e).__name__,
-            'message': str(e),
-            'time': time(),
-            'traceback': ''.join(traceback.format_exception(e)),
-        }
-        temporary = path / f'failed{rank}.tmp'
-        temporary.write_text(json.dumps(report), 'utf-8')
-        os.replace(temporary, path / f'failed{rank}.json')
+        who = f'Process {rank} of {os.environ["WORLD_SIZE"]}'
+        report = ''.join(traceback.format_exception(e))
+        # a `DistributedError` may be a consequence of another process's error, and comes last
+        name = f'failed-{isinstance(e, DistributedError):d}-{time():.6f}-{rank}'
+        text = f'{who} has failed: {type(e).__name__}: {e}\n\n{report}'
+        (path / name).write_text(text, 'utf-8')
         sys.exit(1)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.core.batch import rebuild, slice_batch, split_batch
-from learnkit.data.dataloaders import make_unshuffled, n_batches
+from learnkit.data.dataloaders import n_batches
 from learnkit.data.shard import Order, Shard
 from learnkit.distributed.shard_spec import ShardSpec
 
@@ -41,10 +40,6 @@ class RoundShard(Shard):
         with self.order:
             batches = iter(self.source)
         return self._take_parts(batches)
-
-    def new(self, **changes: Any) -> Any:
-        "Return a shard of the same samples in the order of the data set, if the order is known."
-        return type(self)(make_unshuffled(self.source), replace(self.spec, drops_last=False))
 
     def _take_parts(self, batches: Iterator[Any]) -> Iterator[Any]:
         "Yield this rank's part of each round of a pass over the whole loader."
@@ -85,13 +80,14 @@ class RoundShard(Shard):
 class RoundIterator(RoundShard, Iterator[Any]):
     "Shard of an iterator, which is read once."
 
+    def __init__(self, source: Any, spec: ShardSpec) -> None:
+        super().__init__(source, spec)
+        self._batches = self._take_parts(source)
+
     def __iter__(self) -> Iterator[Any]:
-        self._batches = self._take_parts(self.source)
         return self
 
     def __next__(self) -> Any:
-        if '_batches' not in vars(self):
-            iter(self)
         return next(self._batches)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from learnkit.data.dataloaders import (
     DataLoaders,
     TensorLoader,
     evaluation_loaders,
-    make_unshuffled,
     n_batches,
 )
 from learnkit.data.shard import Order, Shard
@@ -183,11 +181,6 @@ class TensorShard(Shard, TensorLoader):
         return self.spec.count_batches(*self._sizes)
 
     @override
-    def new(self, **changes: Any) -> TensorShard:
-        "Return a shard of the loader with other options, which takes each sample once."
-        return TensorShard(self.source.new(**changes), replace(self.spec, drops_last=False))
-
-    @override
     def draw_order(self) -> Tensor:
         "Return the indices of the samples of all ranks in the order of an epoch."
         with self.order:
@@ -212,10 +205,6 @@ class IndexShard(Shard, DataLoader[Any]):
     def batch_lists(self, workers: int, workers_ran: bool, first: RNGState | None) -> Iterator[Any]:
         "Start a pass over this rank's index lists, as `ShardSampler.begin` does."
         return get_index_sampler(self).begin(workers, workers_ran, first)
-
-    def new(self, **changes: Any) -> Any:
-        "Return a shard of the same samples in the order of the data set, each sample once."
-        return _make_shard(make_unshuffled(self.source), replace(self.spec, drops_last=False))
 
 
 class ShardSampler:

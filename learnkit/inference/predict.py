@@ -357,6 +357,8 @@ def tta(
         open_valid_split = set_split and partial(set_split, 1)
         open_train_split = set_split and partial(set_split, 0)  # with training transforms
         plain, targs = _predict_augmented(learn, dl, open_valid_split, None)
+        if isinstance(plain, list) and isinstance(plain[0], Mapping):
+            raise BatchError(f'tta: {describe(plain)}, one dict a sample, has no average.')
         augmented: Any = None
         for _ in range(n):
             preds, new_targs = _predict_augmented(learn, dl, open_train_split, augment)

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from learnkit import DataLoaders, TensorLoader
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
-from learnkit.data.dataloaders import make_unshuffled
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import check_lengths, shard, shard_loaders
 from tests.helpers.positions import Items
@@ -91,15 +90,3 @@ def test_lengths_that_differ_are_refused_with_all_of_them() -> None:
     with pytest.raises(DistributedError, match='None in process 1'):
         check_lengths([5, None])
     check_lengths([None, None])
-
-
-def test_in_order_is_a_share_of_the_whole_in_order() -> None:
-    for make in (tensors, items):
-        parts = [
-            [ids(b) for b in make_unshuffled(shard(make(1, shuffle=True, drop_last=True), rank, 2))]
-            for rank in range(2)
-        ]
-        assert parts == [
-            [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18]],
-            [[4, 5, 6, 7], [12, 13, 14, 15], [19, 20, 21]],
-        ]
