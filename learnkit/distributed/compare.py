@@ -82,19 +82,15 @@ def check_alike(
     state = list_optimizer_tensors(learn)
     own = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
     own['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
-    own |= descriptions
-    first, *others = world.gather(own)
-    for rank, other in enumerate(others, 1):
-        differences = [
-            f'{k}: {first.get(k, "absent")} in process 0, {other.get(k, "absent")} in process {rank}'
-            for k in dict.fromkeys((*first, *other))
-            if other.get(k) != first.get(k)
-        ]
-        if differences:
-            raise DistributedError(
-                'The processes do not have the same model, data and options:\n  '
-                + '\n  '.join(differences[:10])
-            )
+    differences = [
+        f'{name}: {first} in process 0, {other} in process {rank}'
+        for name, rank, first, other in find_differences(world, own | descriptions)
+    ]
+    if differences:
+        raise DistributedError(
+            'The processes do not have the same model, data and options:\n  '
+            + '\n  '.join(differences[:10])
+        )
     broadcast_tensors([*tensors.values(), *state.values()], world.control)
 
 
@@ -115,25 +111,26 @@ def check_replicas(learn: Learner) -> None:
     tensors = list_model_tensors(learn) | list_optimizer_tensors(learn)
     # shards differ between ranks
     own = {name: compute_checksum(t) for name, t in tensors.items() if not is_dtensor(t)}
-    first, *others = learn.world.gather(own)
-    differences = [
-        f'{name} (process {rank})'
+    names = [f'{name} (process {rank})' for name, rank, *_ in find_differences(learn.world, own)]
+    if names:
+        raise DistributedError(
+            f'{len(names)} tensors are not as in process 0: {", ".join(names[:10])}. Something changes them in one '
+            'process alone, or gradients were not averaged: the gradients of parameters that were unfrozen within an '
+            'epoch, or of a second backward pass of a batch.'
+        )
+
+
+def find_differences(world: Comm, own: dict[str, Any]) -> list[tuple[str, int, Any, Any]]:
+    "Return name, rank, the first rank's value and the rank's value of each value that differs from the first rank's."
+    first, *others = world.gather(own)
+    return [
+        (name, rank, first.get(name, 'absent'), other.get(name, 'absent'))
         for rank, other in enumerate(others, 1)
-        for name in sorted({*other, *first})
+        for name in dict.fromkeys((*first, *other))
         if other.get(name) != first.get(name)
     ]
-    if differences:
-        more = ', ...' if len(differences) > 10 else ''
-        raise DistributedError(
-            f'{len(differences)} tensors are not as in process 0: {", ".join(differences[:10])}{more}. '
-            'Something changes them in one process alone, or gradients were not averaged: the gradients of '
-            'parameters that were unfrozen within an epoch, or of a second backward pass of a batch.'
-        )
 
 
 def compute_checksum(t: Tensor) -> int:
     "Return the CRC-32 of a tensor's bytes."
-    t = t.detach()
-    if t.layout is not torch.strided:
-        t = t.to_dense()
-    return crc32(t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

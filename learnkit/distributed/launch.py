@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from learnkit.core.errors import DistributedError, OptionError
+from learnkit.core.errors import DistributedError
 from learnkit.core.optional import import_library
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import check_count
@@ -46,27 +46,6 @@ def launch(
     **options: Any,  # further arguments of `DistributedTraining`
 ) -> Any:
     "Implement `Learner.launch`."
-    team = _make_team(learn, fn, nproc, options)
-    with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        _write_payload(learn, fn, team, folder)
-        run_processes(folder, nproc)
-        result = torch.load(folder / _RESULT, map_location='cpu', weights_only=False)
-        learn.load_checkpoint_state(result['learner'])
-        return result['result']
-
-
-def _make_team(
-    learn: Learner, fn: Any, nproc: Any, options: Mapping[str, Any]
-) -> DistributedTraining:
-    """Return the callback that joins the processes.
-
-    Raises `OptionError` for invalid arguments, and `DistributedError` if processes cannot be started here."""
-    if not callable(fn):
-        raise OptionError(
-            f'launch({fn!r}): give a function of the Learner, as in '
-            '`learn.launch(lambda learn: learn.fit(3))`.'
-        )
     check_count('nproc', nproc)
     if learn.run.depth or learn.world.size > 1:
         raise DistributedError(
@@ -74,13 +53,13 @@ def _make_team(
         )
     own = [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)]
     team = own[0] if own and not options else DistributedTraining(**options)
-    device = getattr(learn.dls, 'device', None)
-    n_gpus = torch.cuda.device_count()
-    if device is not None and device.type == 'cuda' and team.backend != 'gloo' and nproc > n_gpus:
-        raise DistributedError(
-            f'nproc={nproc}, and there is {n_gpus} GPU(s): each process needs its own. Give nproc={n_gpus}.'
-        )
-    return team
+    with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        _write_payload(learn, fn, team, folder)
+        run_processes(folder, nproc)
+        result = torch.load(folder / _RESULT, map_location='cpu', weights_only=False)
+        learn.load_checkpoint_state(result['learner'])
+        return result['result']
 
 
 # -- payload for the processes ---------------------------------------------------------------------
