@@ -89,13 +89,18 @@ def distribute_like(
         return value
     if not is_dtensor(own):
         return full_tensor(value).to(own.device) if is_dtensor(value) else value
-    if is_dtensor(value):
-        return make_dtensor(local_shard(value).to(local_shard(own).device, copy=True), own)
-    from torch.distributed.tensor import distribute_tensor
+    shard = local_shard(value) if is_dtensor(value) else take_shard(value, own)
+    return make_dtensor(shard.detach().to(local_shard(own).device, copy=True), own)
 
-    # every rank has the full tensor, and takes its shard without communication
-    sharded = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
-    return sharded.detach().clone()
+
+def take_shard(t: Tensor, template: Any) -> Tensor:
+    "Return this rank's shard of a full tensor, without communication."
+    [placement] = template.placements
+    if not placement.is_shard():
+        return t
+    shards = t.chunk(template.device_mesh.size(), placement.dim)
+    rank = template.device_mesh.get_local_rank()
+    return shards[rank] if rank < len(shards) else t.narrow(placement.dim, 0, 0)
 
 
 def make_dtensor(

@@ -1,4 +1,4 @@
-"""Agreements of several processes: where they stop and leave, and what they log."""
+"""Agreements of several processes: where they stop and leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.callbacks import (
     ShortEpochCallback,
     ThresholdStopper,
 )
-from tests.helpers.distributing import make_dls, make_learner, rows, same_rows
+from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -163,66 +163,6 @@ def test_callbacks_with_differing_values_follow_the_first_process(tmp_path: Path
         'mean of all': 2,
     }
     assert found['lowers'][0][1] < 1e-2 == found['saves'][0][1]
-
-
-# ------------------------------------------------------------------------------------------ logging
-
-MOMENTS = (
-    'before_epoch',
-    'before_train',
-    'after_train',
-    'before_eval',
-    'after_validate',
-    'after_eval',
-    'after_epoch',
-)
-
-
-class Logs(Callback):
-    "Log a shared value, and a value of this batch, in some of the processes."
-
-    order, remove_on_find = 40, False
-
-    def __init__(self, *ranks: int) -> None:
-        self.ranks = ranks
-
-    def run_event(self, event: str) -> None:
-        learn = self.learn
-        if learn.world.rank not in self.ranks:
-            return
-        if event in MOMENTS:
-            learn.log(event, learn.epoch + 1 + 2.0 * learn.world.rank, 1 + learn.world.rank)
-        if event != 'after_pred':
-            return
-        name = 'mean' if learn.training else 'eval_mean'
-        learn.log(name, learn.x.mean(), len(learn.x))
-        learn.log(f'latest_{name}', learn.iter + learn.world.rank, None)
-
-
-def test_logged_values_are_means_over_the_logging_processes() -> None:
-    def job(rank: int, *ranks: int) -> list[Any]:
-        stopped(learn := make_training(Logs(*ranks)), lambda learn: learn.fit(2))
-        with learn.distributed('ddp', timeout='200s'):
-            learn.validate()
-        return [rows(learn), list(learn.final_record)]
-
-    alone = make_training(Logs(0), bs=8)
-    alone.fit(2)
-    cases = {ranks: lambda rank, ranks=ranks: job(rank, *ranks) for ranks in ((0, 1), (0,), (1,))}
-    found = each(cases)
-    assert all(a == b for a, b in found.values())
-    both, first, second = (a[0] for a, _ in found.values())
-    for i, (row, expected) in enumerate(zip(both, rows(alone), strict=True)):
-        at_moments = {
-            k: (i + 1 + 2 * (i + 3)) / 3 for k in row if k.removeprefix('valid_') in MOMENTS
-        }
-        assert len(at_moments) == len(MOMENTS)
-        assert same_rows([row], [{**expected, **at_moments}])
-        assert all((first[i][k], second[i][k]) == (i + 1, i + 3) for k in at_moments)
-        assert first[i]['latest_mean'] == second[i]['latest_mean'] - 1 == expected['latest_mean']
-        assert (
-            abs((first[i]['mean'] * 50 + second[i]['mean'] * 51) / 101 - expected['mean']) < 1e-10
-        )
 
 
 # -------------------------------------------------------------------------------- one process alone

@@ -22,7 +22,6 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.metrics import Perplexity
-from tests.helpers.ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]
 N_CLASSES = 4
@@ -214,27 +213,6 @@ def test_accumulation_of_tokens(size: int | None) -> None:
     learner(batches, loss_func, GradientAccumulation(8), model=model, microbatch=size).fit(1)
     now = distance(weights_of(model), expected)
     assert now < 1e-12
-
-
-def test_processes_of_tokens() -> None:
-    ((x, y),) = token_batches([24])
-    expected = plain_weights([(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)], of_tokens)
-
-    def job(rank: int) -> list[Any]:
-        from learnkit import DataLoaders
-
-        dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, shuffle=False)
-        learn = learner(dls, CrossEntropyLossFlat())
-        with learn.distributed('ddp', timeout='300s'):
-            learn.fit(1)
-        return [weights_of(learn.model), learn.history[0]['valid_loss']]
-
-    (ours, valid_loss), _ = run_ranks(job)
-    model = make_model()
-    nn.utils.vector_to_parameters(expected, model.parameters())
-    now = distance(ours, expected)
-    assert now < 1e-12
-    assert valid_loss == pytest.approx(of_tokens(model(x), y).item(), abs=1e-12)
 
 
 def test_huggingface_model() -> None:
