@@ -21,12 +21,7 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.comm import SINGLE_RANK, join_ranks
-from learnkit.distributed.compare import (
-    check_alike,
-    check_bare,
-    compute_totals,
-    describe_loaders,
-)
+from learnkit.distributed.compare import check_alike, check_bare, compute_totals, describe_loaders
 from learnkit.distributed.ddp import Parallelism, Replicas, average
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.failures import Failures
@@ -136,8 +131,7 @@ class DistributedTraining(Callback):
         learn = self.learn
         if learn.world.size > 1:
             raise DistributedError(
-                'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or '
-                'in a context of `learn.distributed()` that is open. Leave out one of them.'
+                'This Learner trains in several processes already: leave out this context, or the callback.'
             )
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1:

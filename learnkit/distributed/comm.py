@@ -95,9 +95,8 @@ class Comm:
         for rank, (other, _) in enumerate(gathered):
             if other != gathered[0][0]:
                 raise DistributedError(
-                    f'Process 0 of {self.size} gathers {gathered[0][0]}, and process {rank} gathers {other}: what all '
-                    'processes call together (fit, validate, get_preds, load, gather) was called in one of them '
-                    'alone, or in another order.'
+                    f'Process 0 of {self.size} gathers {gathered[0][0]}, and process {rank} gathers {other}: one of '
+                    'them has called fit, validate, get_preds, load or gather alone, or in another order.'
                 )
         return [
             value if rank == self.rank else unpack(data) for rank, (_, data) in enumerate(gathered)

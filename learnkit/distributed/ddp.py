@@ -78,7 +78,6 @@ class Replicas(Parallelism):
         comm_state: Any = None,  # first argument of `comm_hook`
         **options: Any,  # options of DistributedDataParallel, such as `bucket_cap_mb`
     ) -> None:
-        super().__init__()
         self.comm_hook = comm_hook
         self.comm_state = comm_state
         self.options = {'gradient_as_bucket_view': True, **options}

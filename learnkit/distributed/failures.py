@@ -25,8 +25,7 @@ PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
 # substrings of gloo's error messages, because gloo has no exception class
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
 ADVICE = (
-    'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in '
-    'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let '
+    'If nothing there takes so long, one of them has decided differently before, as by a Cancel exception: let '
     '`self.world.any(...)` take such a decision.'
 )
 
@@ -131,10 +130,7 @@ class Failures:
         if cause is not None:
             return str(cause)
         who = "torchrun's agent" if has_agent_store() else f'Process 0 of {self.comm.size}'
-        return (
-            f'{who}, which keeps the store, does not answer: it has ended without a message, was stopped, or '
-            f'cannot be reached. Process {self.comm.rank} waited {here}.'
-        )
+        return f'{who}, which keeps the store, does not answer. Process {self.comm.rank} waited {here}.'
 
     def _read_cause(self, here: str, timed_out: bool) -> str:
         "Return the message of a failed rank, or of what the other ranks report; wait `SETTLE_S` for reports."

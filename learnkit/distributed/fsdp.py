@@ -15,11 +15,7 @@ from typing_extensions import override
 from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
-from learnkit.distributed.dtensor import (
-    close_hosts,
-    open_hosts,
-    reshard,
-)
+from learnkit.distributed.dtensor import close_hosts, open_hosts, reshard
 from learnkit.engine.callback import declared
 
 if TYPE_CHECKING:
@@ -52,10 +48,10 @@ class Sharded(Parallelism):
         wrap: Wrap = None,  # units to shard: class(es) or a function; None: repeated blocks
         offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
     ) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         self.policies = make_policies(policy)
-        self.offload = CPUOffloadPolicy() if offload is True else offload or None
+        self.offload = CPUOffloadPolicy() if offload is True else offload or OffloadPolicy()
         self.wrap = wrap
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._device = torch.device('cpu')  # device of the user's model before `enter`
@@ -84,13 +80,9 @@ class Sharded(Parallelism):
         mesh = init_device_mesh(device.type, (learn.world.size,))
         open_hosts(mesh, learn.world.control)
         inner, outer = self.policies
-        options: dict[str, Any] = {'mesh': mesh}
-        if self.offload is not None:
-            options['offload_policy'] = self.offload
         for m in [*find_units(model, self.wrap), model]:
             policy = outer if m is model else inner
-            policy_options = {} if policy is None else {'mp_policy': policy}
-            fully_shard(m, **options, **policy_options)
+            fully_shard(m, mesh=mesh, mp_policy=policy, offload_policy=self.offload)
         model.register_forward_hook(reshard_without_grad)
         model.register_forward_pre_hook(broadcast_buffers)
 
@@ -122,9 +114,7 @@ class Sharded(Parallelism):
     def _has_failed(self, learn: Learner) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."
         e = sys.exception()
-        if e is not None and e is not self._handled:
-            return True
-        return learn.world.is_broken
+        return (e is not None and e is not self._handled) or learn.world.is_broken
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -157,7 +147,8 @@ def make_policies(policy: Any) -> tuple[Any, Any]:
     "Return the mixed-precision policies of the inner modules and of the whole model."
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+    policy = policy or MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
         return policy, policy
     if policy != 'bf16':
         raise OptionError(f"policy={policy!r}: give 'bf16', or torch's MixedPrecisionPolicy.")

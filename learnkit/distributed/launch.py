@@ -48,9 +48,7 @@ def launch(
     "Implement `Learner.launch`."
     check_count('nproc', nproc)
     if learn.run.depth or learn.world.size > 1:
-        raise DistributedError(
-            'launch() inside a run, or in one of several processes. Call it before or after `fit`.'
-        )
+        raise DistributedError('launch() inside a run, or in one of several processes.')
     own = [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)]
     team = own[0] if own and not options else DistributedTraining(**options)
     with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:

@@ -16,14 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
-from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
+from learnkit.core.errors import DistributedError, EmptyLoaderError
 from learnkit.core.random import RNGState, restore_rng
-from learnkit.data.dataloaders import (
-    DataLoaders,
-    TensorLoader,
-    evaluation_loaders,
-    n_batches,
-)
+from learnkit.data.dataloaders import DataLoaders, TensorLoader, evaluation_loaders, n_batches
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     get_index_sampler,
@@ -54,8 +49,7 @@ def shard(
     smaller batch, a last smaller round is dropped.
 
     A DataLoader over samples by index and a `TensorLoader` read this rank's samples only. Of any other loader, every
-    rank draws all batches and keeps its own. A loader with torch's `DistributedSampler` is returned unchanged. Raises
-    `LoaderError` for a loader that is a shard already.
+    rank draws all batches and keeps its own. A loader with torch's `DistributedSampler` is returned unchanged.
 
     >>> shards = [shard(TensorLoader(torch.arange(5), bs=2), rank, 2) for rank in range(2)]
     >>> [[x.tolist() for x, in dl] for dl in shards]
@@ -85,8 +79,7 @@ def shard_loaders(
     train = shard(dls.train, rank, size, batch_size, count)
     if n_batches(train) == 0:
         raise EmptyLoaderError(
-            f'The training loader has {n_batches(dls.train)} batches, less than one for each of {size} processes, and '
-            'drops what is left over. Lower the batch size, or give a loader without drop_last.'
+            f'The training loader drops its samples, too few for a batch for each of {size} processes: lower its bs.'
         )
     spec = ShardSpec(rank, size, batch_size, count=count)
     shards = copy(dls) if isinstance(dls, DataLoaders) else _LoadersProxy(dls)
@@ -107,8 +100,7 @@ def check_lengths(
         return
     counts = ', '.join(f'{n} in process {i}' for i, n in enumerate(lengths))
     raise DistributedError(
-        f'The processes have different numbers of training batches: {counts} (None: unknown). Give loaders of one '
-        'length, or give every process the whole loader, whose share is then made here.'
+        f'The processes have different numbers of training batches: {counts}. Give loaders of one length.'
     )
 
 
@@ -133,10 +125,6 @@ class _LoadersProxy(DataLoaders):
 
 def _make_shard(dl: Any, spec: ShardSpec) -> Any:
     "Return the shard of a loader, of the class that fits the loader."
-    if isinstance(dl, Shard):
-        raise LoaderError(
-            f'This {type(dl).__name__} is the share of one process already: give the whole loader.'
-        )
     if _is_sharded_by_sampler(dl):
         return dl
     if type(dl) is TensorLoader:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from learnkit import DataLoaders, TensorLoader
-from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
+from learnkit.core.errors import DistributedError, EmptyLoaderError
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import check_lengths, shard, shard_loaders
 from tests.helpers.positions import Items
@@ -76,9 +76,7 @@ def test_loaders_that_share_out_by_themselves_are_left_alone() -> None:
     assert shard(dl := DataLoader(ds, batch_sampler=batches), 1, 2) is dl
 
 
-def test_shares_of_shares_and_other_mistakes_are_refused() -> None:
-    with pytest.raises(LoaderError, match='share of one process already'):
-        shard(shard(tensors(1), 0, 2), 0, 2)
+def test_a_loader_with_less_than_a_round_is_refused() -> None:
     for make in (tensors, items):
         with pytest.raises(EmptyLoaderError, match='each of 2 processes'):
             shard_loaders(DataLoaders(make(1, n=7, drop_last=True)), 0, 2)
