@@ -20,8 +20,8 @@ from learnkit.engine.dispatch import format_place
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
-PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
+SETTLE_S = 2.0  # seconds to wait for the reports of other ranks, or for them to read a report
+PATIENCE_S = 4.0  # seconds to wait for the store
 # substrings of gloo's error messages, because gloo has no exception class
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
 ADVICE = (
@@ -84,7 +84,7 @@ class Failures:
 
     def _await_readers(self) -> None:
         keys = [f'read/{rank}' for rank in range(1, self.comm.size)]
-        end = monotonic() + PATIENCE_S
+        end = monotonic() + SETTLE_S
         while monotonic() < end and not self._store.check(keys):
             sleep(0.02)
 
