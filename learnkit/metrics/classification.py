@@ -41,10 +41,8 @@ class SklearnScore(KeptMetric):
 
     def __init__(
         self,
-        prepare: Callable[
-            ..., Pair
-        ],  # f(predictions, targets) of a batch: classes, targets of which are -1 if unknown
-        on: str | None,
+        prepare: Callable[..., Pair],  # f(predictions, targets) of a batch; unknown targets are -1
+        on: str | None = None,
         **options: Any,  # keyword arguments of the function
     ) -> None:
         module = import_library('sklearn.metrics', type(self).__name__)
@@ -58,7 +56,7 @@ class SklearnScore(KeptMetric):
         return metric
 
     def _check_and_compute(self, pred: Tensor, targ: Tensor) -> Any:
-        n_unknown = int((targ < 0).sum())
+        n_unknown = 0 if targ.is_floating_point() else int((targ < 0).sum())
         if n_unknown:
             raise MetricError(
                 f'{self.name}: {n_unknown} targets are not class numbers, from 0 to the number of classes - 1 (of '
@@ -89,13 +87,11 @@ class _ClassScore(SklearnScore):
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        on: str | None = None,  # 'train', 'valid' or 'both'
-        instead: str
-        | None = None,  # what to use for another number of classes than 2; None: any number
-        **options: Any,
+        instead: str | None = None,  # what to use if there are not two classes; None: any number
+        **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
         prepare = partial(_choose_classes, type(self).__name__, axis, instead)
-        super().__init__(prepare, on, **options)
+        super().__init__(prepare, **options)
 
 
 class _AverageScore(_ClassScore):
@@ -107,12 +103,11 @@ class _AverageScore(_ClassScore):
         labels: Labels = None,  # classes to include; None: all
         pos_label: int = 1,  # class scored by 'binary'
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
-        on: str | None = None,  # 'train', 'valid' or 'both'
         **options: Any,
     ) -> None:
         instead = f"average='macro', 'micro', 'weighted' or None, or {type(self).__name__}Multi for labels"
         options |= {'pos_label': pos_label, 'average': average, 'zero_division': 0}
-        super().__init__(axis, on, instead if average == 'binary' else None, **options)
+        super().__init__(axis, instead if average == 'binary' else None, **options)
         self.labels = labels
         self.average = average
 
@@ -176,13 +171,10 @@ class FBeta(_AverageScore):
     def __init__(
         self,
         beta: float,  # weight of recall relative to precision
-        axis: int = -1,  # class dimension
-        labels: Labels = None,  # classes to include; None: all
-        pos_label: int = 1,  # class scored by 'binary'
-        average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        *args: Any,  # arguments of `F1Score`
+        **options: Any,
     ) -> None:
-        super().__init__(axis, labels, pos_label, average, on, beta=beta)
+        super().__init__(*args, beta=beta, **options)
 
 
 class HammingLoss(_ClassScore):
@@ -206,7 +198,7 @@ class MatthewsCorrCoef(_ClassScore):
 
 
 class BalancedAccuracy(_ClassScore):
-    """Mean recall over the occurring classes.
+    """Mean recall over the occurring classes; `adjusted=True` rescales it so that chance is 0 and the maximum is 1.
 
     >>> BalancedAccuracy()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.75
@@ -214,31 +206,17 @@ class BalancedAccuracy(_ClassScore):
 
     score = 'balanced_accuracy_score'
 
-    def __init__(
-        self,
-        axis: int = -1,  # class dimension
-        adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(axis, on, adjusted=adjusted)
-
 
 class CohenKappa(_ClassScore):
     """Agreement beyond chance, `(p_o - p_e)/(1 - p_e)` of observed and expected agreement; NaN for a single class.
+
+    `weights` is the cost at distance d: None for 1, 'linear' for d, 'quadratic' for d*d.
 
     >>> CohenKappa()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
     """
 
     score = 'cohen_kappa_score'
-
-    def __init__(
-        self,
-        axis: int = -1,  # class dimension
-        weights: str | None = None,  # cost at distance d: None 1, 'linear' d, 'quadratic' d*d
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(axis, on, weights=weights)
 
 
 # -- any number of labels for each sample ----------------------------------------------------------
@@ -258,11 +236,10 @@ class _LabelScore(SklearnScore):
         sigmoid: bool = True,  # whether the predictions are logits
         labels: Labels = None,  # labels to include; None: all
         average: str | None = 'macro',  # see the module docstring
-        on: str | None = None,  # 'train', 'valid' or 'both'
-        **options: Any,
+        **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
         prepare = partial(_choose_labels, type(self).__name__, thresh, sigmoid)
-        super().__init__(prepare, on, zero_division=0, **options)
+        super().__init__(prepare, zero_division=0, **options)
         self.labels = labels
         self.average = average
 
@@ -325,13 +302,10 @@ class FBetaMulti(_LabelScore):
     def __init__(
         self,
         beta: float,  # weight of recall relative to precision
-        thresh: float = 0.5,  # probability from which a label is predicted
-        sigmoid: bool = True,  # whether the predictions are logits
-        labels: Labels = None,  # labels to include; None: all
-        average: str | None = 'macro',  # see the module docstring
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        *args: Any,  # arguments of `F1ScoreMulti`
+        **options: Any,
     ) -> None:
-        super().__init__(thresh, sigmoid, labels, average, on, beta=beta)
+        super().__init__(*args, beta=beta, **options)
 
 
 class _AllLabels(SklearnScore):
@@ -341,9 +315,9 @@ class _AllLabels(SklearnScore):
         self,
         thresh: float = 0.5,  # probability from which a label is predicted
         sigmoid: bool = True,  # whether the predictions are logits
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
-        super().__init__(partial(_choose_labels, type(self).__name__, thresh, sigmoid), on)
+        super().__init__(partial(_choose_labels, type(self).__name__, thresh, sigmoid), **options)
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:

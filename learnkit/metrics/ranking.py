@@ -17,10 +17,10 @@ from typing_extensions import override
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
-from learnkit.metrics.base import flatten_pair, widen
+from learnkit.metrics.base import widen
 from learnkit.metrics.classification import SklearnScore
+from learnkit.metrics.functional import flatten_numbers
 from learnkit.metrics.shapes import (
-    check_average,
     check_two_classes,
     flatten_classes,
     flatten_labels,
@@ -37,10 +37,8 @@ class _AreaScore(SklearnScore):
     A column needs a positive target; for an area, a negative target too. The score is NaN for other columns, which an
     average leaves out, and if no column is left."""
 
-    def __init__(
-        self, prepare: Any, average: str | None = 'macro', on: str | None = None, **options: Any
-    ) -> None:
-        super().__init__(prepare, on, **options)
+    def __init__(self, prepare: Any, average: str | None = 'macro', **options: Any) -> None:
+        super().__init__(prepare, **options)
         self.average = average
 
     @override
@@ -54,8 +52,8 @@ class _AreaScore(SklearnScore):
             scores[i] = self.score_func(targ[:, i], pred[:, i])
         if self.average is None:
             return scores
-        weights = counts if self.average == 'weighted' else np.ones_like(counts)
-        return (scores * weights)[defined].sum() / weights[defined].sum()
+        weights = {'macro': defined, 'micro': defined, 'weighted': counts}[self.average]
+        return np.nansum(scores * weights) / (weights * defined).sum()
 
 
 @needs_class_indices
@@ -94,11 +92,10 @@ class RocAuc(_AreaScore):
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        average: str | None = 'macro',  # 'macro', 'weighted' or None
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
+        **options: Any,  # `on`
     ) -> None:
-        check_average(average, ('macro', 'weighted'))
-        super().__init__(partial(_rank_classes, 'RocAuc', axis), average, on)
+        super().__init__(partial(_rank_classes, 'RocAuc', axis), average, **options)
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:
@@ -117,10 +114,9 @@ class RocAucBinary(_AreaScore):
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,  # `on`, and options of `roc_auc_score`, such as `max_fpr`
     ) -> None:
-        super().__init__(partial(_rank_class, 'RocAucBinary', axis, 1), on=on, max_fpr=max_fpr)
+        super().__init__(partial(_rank_class, 'RocAucBinary', axis, 1), **options)
 
 
 class APScoreBinary(_AreaScore):
@@ -136,9 +132,9 @@ class APScoreBinary(_AreaScore):
         self,
         axis: int = -1,  # class dimension
         pos_label: int = 1,  # positive class
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,  # `on`
     ) -> None:
-        super().__init__(partial(_rank_class, 'APScoreBinary', axis, pos_label), on=on)
+        super().__init__(partial(_rank_class, 'APScoreBinary', axis, pos_label), **options)
 
 
 class _LabelArea(_AreaScore):
@@ -148,10 +144,9 @@ class _LabelArea(_AreaScore):
         self,
         sigmoid: bool = True,  # whether the predictions are logits
         average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,  # `on`
     ) -> None:
-        check_average(average, ('macro', 'micro', 'weighted'))
-        super().__init__(partial(_rank_labels, type(self).__name__, sigmoid), average, on)
+        super().__init__(partial(_rank_labels, type(self).__name__, sigmoid), average, **options)
 
 
 class RocAucMulti(_LabelArea):
@@ -185,14 +180,7 @@ class SpearmanCorrCoef(KeptMetric):
 
     def __init__(self, on: str | None = None) -> None:
         func = import_library('torchmetrics.functional', 'SpearmanCorrCoef').spearman_corrcoef
-        super().__init__(WholeSet(func, partial(_match_dtypes, 'SpearmanCorrCoef')), self._name, on)
-
-
-def _match_dtypes(name: str, pred: Tensor, targ: Tensor) -> Pair:
-    "Return predictions and targets of a regression in a common dtype, float32 or wider."
-    pred, targ = flatten_pair(name, pred, targ)
-    dtype = torch.promote_types(torch.promote_types(pred.dtype, targ.dtype), torch.float32)
-    return pred.to(dtype), targ.to(dtype)
+        super().__init__(WholeSet(func, partial(flatten_numbers, 'spearmanr')), self._name, on)
 
 
 class CorpusBLEUMetric(KeptMetric):
@@ -216,10 +204,10 @@ class CorpusBLEUMetric(KeptMetric):
 def _end_sentences(axis: int, pred: Tensor, targ: Tensor) -> Pair:
     "Return predicted and target tokens (N,), where -1 ends each sentence: batches may differ in length."
     tokens = pred.argmax(dim=axis)
-    if tokens.dim() != 2 or tokens.shape != targ.shape:
+    if tokens.shape != targ.shape:
         raise MetricError(
-            f'CorpusBLEUMetric: predictions {list(pred.shape)} and targets {list(targ.shape)} are to '
-            f'be (B, T, C), with the tokens along axis {axis}, and (B, T).'
+            f'CorpusBLEUMetric: predictions {list(pred.shape)} are to be (B, T, C), with the tokens along axis {axis}, '
+            f'and targets {list(targ.shape)} (B, T).'
         )
     end = tokens.new_full((len(tokens), 1), -1)
     pred, targ = (torch.cat([t, end.to(t)], 1).flatten() for t in (tokens, targ))

@@ -38,10 +38,6 @@ class ForegroundAcc(SumMetric):
         mask = (targ != self.bkg_idx) & (targ != IGNORED)
         return ((best == targ) & mask).sum(), mask.sum()
 
-    @override
-    def final(self, sums: Tensor) -> float:
-        return float(sums[0] / sums[1])
-
 
 @whole_set_metric(ForegroundAcc)
 def foreground_acc(

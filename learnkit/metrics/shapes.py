@@ -12,15 +12,6 @@ from learnkit.metrics.base import flatten_pair
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
 
 
-def check_average(average: str | None, known: tuple[str, ...]) -> None:
-    "Raise `MetricError` for an unknown average."
-    if average is None or average in known:
-        return
-    raise MetricError(
-        f'average={average!r}: use one of {", ".join(map(repr, known))}, or None for a value per class.'
-    )
-
-
 def flatten_classes(
     name: str,  # name of the metric, for the message
     pred: Tensor,  # scores, with the classes along `axis`
