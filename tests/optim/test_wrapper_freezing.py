@@ -18,7 +18,6 @@ from learnkit import (
     DataLoaders,
     Learner,
     ModelError,
-    OptimizerError,
     OptimWrapper,
     TrainEvalCallback,
 )
@@ -203,13 +202,6 @@ def test_freezing_one_group_freezes_nothing_and_warns() -> None:
     with pytest.warns(UserWarning, match='one param group.*splitter'):
         learn.freeze()
     assert trained(learn) == ALL
-    with pytest.raises(OptimizerError, match=r'one param group.*splitter'):
-        learn.opt.freeze()
-
-
-def test_a_number_of_groups_is_a_whole_number() -> None:
-    with pytest.raises(OptimizerError, match='whole number'):
-        learner().freeze_to(0.5)
 
 
 # A compiled step
