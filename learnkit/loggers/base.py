@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.errors import OptionError, TimeError
+from learnkit.core.errors import OptionError
 from learnkit.core.files import check_folder
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
@@ -88,11 +88,6 @@ class Logger(Callback):
         every: str | Time = '10ba',  # interval of losses and hyperparameters: ba, st, sp, tok, sec
     ) -> None:
         self.every = as_time(every, 'ba')
-        if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
-            raise TimeError(
-                f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
-                'Evaluations and epochs are logged when they end.'
-            )
         self._interval = Every(self.every)
         self._handle: Any = None  # return value of `open`, None while closed
         self._id: str | None = None  # id of the run of a service; None before the first `open`
@@ -111,12 +106,6 @@ class Logger(Callback):
         self._rows: list[tuple[int, dict[str, Any]]] = []  # number of batches, and logged values
         self._logged_columns: set[str] = set()  # columns of the epoch's row that need not be logged
         self._is_due = False
-
-    @property
-    @override
-    def name(self) -> str:
-        "Name of the class in snake case; 'logger' would hide `learn.logger`."
-        return 'base_logger' if type(self) is Logger else super().name
 
     # -- interface of backends ---------------------------------------------------------------------
 

@@ -62,17 +62,17 @@ class AvgMetric(Mean, Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
+        self.add(self.try_batch(learn.pred, learn.yb), self._weight(learn))
 
     def _weight(self, learn: Learner) -> Any:
         count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
         return batch_weight(learn) if count is None else count
 
-    def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "Return the metric of one batch: a number, or a tensor of one element."
         if isinstance(self.func, nn.Module):
             _move_to_device_of(pred, self.func)
-        with _measuring(self.name, pred, yb):
+        with measuring(self.name, pred, yb):
             result = self.func(*to_detach((pred, *yb), cpu=False))
             if is_scalar(result):
                 return result
@@ -174,18 +174,15 @@ class SumMetric(Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        sums = self._compute(learn.pred, learn.yb)
+        sums = self.try_batch(learn.pred, learn.yb)
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
-        return self.final(self._compute(pred, targs).cpu())
+        return self.final(self.try_batch(pred, targs).cpu())
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        self._compute(pred, yb)
-
-    def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
-        with _measuring(self.name, pred, yb):
+        with measuring(self.name, pred, yb):
             sums = self.sums(*to_detach((pred, *yb), cpu=False))
             return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
 
@@ -253,14 +250,14 @@ class TorchMetric(Metric):
         self._update(self.metric, learn.pred, learn.yb)
         self._updates += 1
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:
         "Update a copy of the metric, to find errors."
         trial = copy.deepcopy(self.metric)
         _move_to_device_of(pred, trial)
         self._update(trial, pred, yb)
 
     def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        with _measuring(self.name, pred, yb):
+        with measuring(self.name, pred, yb):
             metric.update(*to_detach((pred, *yb), cpu=False))
 
     @property
@@ -432,19 +429,16 @@ def dry_run(
     metric: Metric,  # metric to check
     pred: Any,  # predictions of a batch
     yb: tuple[Any, ...],  # targets of the batch
-) -> Any:  # value on the batch for an `AvgMetric`, else None
+) -> Any:  # for an `AvgMetric` the value on the batch
     """Check that `metric` can be computed from a batch, without changing its state.
 
     A metric with its own `accumulate` is not checked. Raises `MetricError` from the metric's error."""
     while isinstance(metric, _Renamed):
         metric = metric.metric
     known: Any = metric
-    accumulate = type(metric).accumulate
+    owner = next(cls for cls in type(metric).__mro__ if 'accumulate' in vars(cls))
     try:
-        if accumulate is AvgMetric.accumulate:
-            return known._compute(pred, yb)
-        if accumulate in (SumMetric.accumulate, TorchMetric.accumulate):
-            known._try(pred, yb)
+        return known.try_batch(pred, yb) if 'try_batch' in vars(owner) else None
     except (CancelException, torch.OutOfMemoryError):
         raise
     except Exception as e:
@@ -493,7 +487,7 @@ def _move_to_device_of(pred: Any, module: Any) -> None:
 
 
 @contextmanager
-def _measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
+def measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
     "Disable gradients in a context, and add the metric's inputs to its errors."
     try:
         with torch.no_grad():

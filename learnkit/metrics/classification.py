@@ -28,7 +28,7 @@ from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
-from learnkit.metrics.whole_set import KeptMetric, WholeSet
+from learnkit.metrics.whole_set import KeptMetric
 
 Labels = Sequence[int] | None
 Pair = tuple[Tensor, Tensor]
@@ -47,15 +47,14 @@ class SklearnScore(KeptMetric):
     ) -> None:
         module = import_library('sklearn.metrics', type(self).__name__)
         self.score_func = partial(getattr(module, self.score), **options)
-        super().__init__(WholeSet(self._check_and_compute, prepare), self.score, on)
+        super().__init__(prepare, self.score, on)
 
     @override
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        metric = super()._try(pred, yb)
-        metric.compute()  # also finds options and targets that scikit-learn refuses
-        return metric
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self(pred, *yb)  # finds options and targets that scikit-learn refuses
 
-    def _check_and_compute(self, pred: Tensor, targ: Tensor) -> Any:
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
         n_unknown = 0 if targ.is_floating_point() else int((targ < 0).sum())
         if n_unknown:
             raise MetricError(

@@ -19,11 +19,7 @@ _PATTERNS = (
     ('higher', 'neg_*loss neg_*error neg_*deviance neg_*_score'),  # scores of scikit-learn
     (
         'neutral',
-        'epoch fit time iter step lr lr/* lr-* mom mom/* mom-* wd wd/* eps beta* weight_decay momentum *_lr '
-        '*_weight *_scale *_size *_steps *_threshold loss_weight/* optim/* profiler/* profiling/* ctx/* '
-        'gradient/* grad/* norm/* l2_norm/* l2_norm_ratio/* cosine/* activations/* throughput/* time/* '
-        'memory/* system/* cpu/* gpu/* cpu_* gpu_* disk_* network_* memory_*_bytes memory_percentage '
-        'train_time/* data/* parameters/*',
+        'epoch fit time iter step lr lr/* lr-* mom mom/* mom-* wd wd/* *_scale *_size *_steps *_threshold',
     ),
     (
         'lower',

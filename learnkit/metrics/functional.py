@@ -22,7 +22,7 @@ from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_m
 from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.classification import SklearnScore
 from learnkit.metrics.shapes import flatten_classes
-from learnkit.metrics.whole_set import KeptMetric, WholeSet
+from learnkit.metrics.whole_set import KeptMetric
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -262,12 +262,11 @@ class PearsonCorrCoef(KeptMetric):
     """
 
     def __init__(self, on: str | None = None) -> None:
-        prepare = partial(flatten_numbers, 'pearsonr')
-        super().__init__(WholeSet(_correlate, prepare), 'pearsonr', on)
+        super().__init__(partial(flatten_numbers, 'pearsonr'), 'pearsonr', on)
 
-
-def _correlate(pred: Tensor, targ: Tensor) -> Tensor:
-    return torch.corrcoef(torch.stack([pred, targ]))[0, 1]
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Tensor:
+        return torch.corrcoef(torch.stack([pred, targ]))[0, 1]
 
 
 # -- losses and probabilities ----------------------------------------------------------------------

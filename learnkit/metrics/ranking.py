@@ -26,7 +26,7 @@ from learnkit.metrics.shapes import (
     flatten_labels,
     mark_unknown,
 )
-from learnkit.metrics.whole_set import KeptMetric, WholeSet
+from learnkit.metrics.whole_set import KeptMetric
 
 Pair = tuple[Tensor, Tensor]
 
@@ -176,11 +176,9 @@ class SpearmanCorrCoef(KeptMetric):
     1.0
     """
 
-    _name = 'spearmanr'
-
     def __init__(self, on: str | None = None) -> None:
-        func = import_library('torchmetrics.functional', 'SpearmanCorrCoef').spearman_corrcoef
-        super().__init__(WholeSet(func, partial(flatten_numbers, 'spearmanr')), self._name, on)
+        super().__init__(partial(flatten_numbers, 'spearmanr'), 'spearmanr', on)
+        self.final = import_library('torchmetrics.functional', 'SpearmanCorrCoef').spearman_corrcoef
 
 
 class CorpusBLEUMetric(KeptMetric):
@@ -193,12 +191,14 @@ class CorpusBLEUMetric(KeptMetric):
     1.0
     """
 
-    _name = 'corpus_bleu'
-
     def __init__(self, vocab_sz: int = 5000, axis: int = -1, on: str | None = None) -> None:
-        bleu = import_library('torchmetrics.functional.text', 'CorpusBLEUMetric').bleu_score
-        score = partial(_score_sentences, bleu)
-        super().__init__(WholeSet(score, partial(_end_sentences, axis)), self._name, on)
+        super().__init__(partial(_end_sentences, axis), 'corpus_bleu', on)
+        self._score = import_library('torchmetrics.functional.text', 'CorpusBLEUMetric').bleu_score
+
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        preds, targs = (' '.join(map(str, t.tolist())).split(' -1')[:-1] for t in (pred, targ))
+        return self._score(preds, [[sentence] for sentence in targs])
 
 
 def _end_sentences(axis: int, pred: Tensor, targ: Tensor) -> Pair:
@@ -212,9 +212,3 @@ def _end_sentences(axis: int, pred: Tensor, targ: Tensor) -> Pair:
     end = tokens.new_full((len(tokens), 1), -1)
     pred, targ = (torch.cat([t, end.to(t)], 1).flatten() for t in (tokens, targ))
     return pred, targ
-
-
-def _score_sentences(score: Any, pred: Tensor, targ: Tensor) -> Any:
-    "Compute the score of sentences that end in -1."
-    preds, targs = (' '.join(map(str, t.tolist())).split(' -1')[:-1] for t in (pred, targ))
-    return score(preds, [[sentence] for sentence in targs])

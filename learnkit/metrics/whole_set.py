@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.core.batch import to_detach
 from learnkit.core.errors import MetricError
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.validation import check_choice
-from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
+from learnkit.metrics.averages import as_plain_value, batch_weight, check_on, measuring
 from learnkit.metrics.base import Mean, Metric, flatten_pair
-from learnkit.metrics.merge import Accumulates, interleave
+from learnkit.metrics.merge import interleave
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -24,19 +24,56 @@ if TYPE_CHECKING:
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
 
-class KeptMetric(TorchMetric):
-    "Base class of metrics that keep predictions and targets; a call returns the value of one batch."
+class KeptMetric(Metric):
+    "Base class of metrics computed by `final` from the predictions and targets of the data set, which are kept."
 
-    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        return as_plain_value(self._try(pred, targs).compute())
+    def __init__(
+        self,
+        prepare: Callable[..., Any],  # f(predictions, targets) of a batch that returns what is kept
+        name: str,
+        on: str | None = None,
+    ) -> None:
+        self.prepare = prepare
+        self._name = name
+        self.on = check_on(on)
+        self.reset()
+
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        "Return the value from what was kept of all batches."
+        raise NotImplementedError
 
     @override
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        "Return a copy of the metric that has seen this batch alone."
-        metric = copy(self.metric)
-        metric.reset()
-        self._update(metric, pred, yb)
-        return metric
+    def reset(self) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # predictions and targets of each batch
+
+    @override
+    def accumulate(self, learn: Learner) -> None:
+        self.waiting.append(self._prepare(learn.pred, learn.yb))
+
+    def _prepare(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        with measuring(self.name, pred, yb):
+            return self.prepare(*to_detach((pred, *yb), cpu=False))
+
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self._prepare(pred, yb)
+
+    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
+        return as_plain_value(self.final(*self._prepare(pred, targs)))
+
+    @property
+    @override
+    def value(self) -> Any:
+        if not self.waiting:
+            return None
+        device = self.waiting[-1][0].device
+        columns = zip(*self.waiting, strict=True)
+        return as_plain_value(
+            self.final(*(torch.cat([t.to(device) for t in ts]) for ts in columns))
+        )
+
+    @override
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        self.waiting = interleave(sd['waiting'] for sd in states)
 
 
 class AccumMetric(KeptMetric):
@@ -66,48 +103,18 @@ class AccumMetric(KeptMetric):
     ) -> None:
         if str(activation) not in ACTIVATIONS:
             raise MetricError(f'activation={activation!r}: use one of {", ".join(ACTIVATIONS)}.')
-        self.func = func
-        name = name or name_of(unwrap_partial(func))
-        prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
-        super().__init__(WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
-
-
-class WholeSet(Accumulates):
-    "Predictions and targets of the batches, kept for a function of the whole data set."
-
-    def __init__(
-        self,
-        func: Callable[..., Any],  # f(predictions, targets) of the data set
-        prepare: Callable[..., Any],  # f(predictions, targets) of a batch that returns what is kept
-        to_np: bool = False,
-        invert_arg: bool = False,
-    ) -> None:
-        self.func = func
-        self.prepare = prepare
+        self.func = partial(func, **kwargs)
         self.to_np = to_np
         self.invert_arg = invert_arg
-        self.reset()
+        name = name or name_of(unwrap_partial(func))
+        prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
+        super().__init__(prepare, name, on)
 
     @override
-    def reset(self) -> None:
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # predictions and targets of each batch
-
-    def update(self, pred: Tensor, targ: Tensor) -> None:
-        self.waiting.append(self.prepare(pred, targ))
-
-    def compute(self) -> Any:
-        device = self.waiting[-1][0].device
-        both: Any = [
-            torch.cat([t.to(device) for t in batches])
-            for batches in zip(*self.waiting, strict=True)
-        ]
+    def final(self, pred: Any, targ: Any) -> Any:
         if self.to_np:
-            both = [t.cpu().numpy() for t in both]
-        return self.func(*(reversed(both) if self.invert_arg else both))
-
-    @override
-    def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting = interleave(sd['waiting'] for sd in states)
+            pred, targ = pred.cpu().numpy(), targ.cpu().numpy()
+        return self.func(targ, pred) if self.invert_arg else self.func(pred, targ)
 
 
 def _prepare(

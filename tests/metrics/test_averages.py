@@ -87,7 +87,7 @@ def test_a_loss_module_follows_the_predictions() -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
     with torch.device('meta'):
         elsewhere = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
-    AvgMetric(loss)._compute(elsewhere[0], (elsewhere[1],))
+    AvgMetric(loss).try_batch(elsewhere[0], (elsewhere[1],))
     assert loss.weight.device.type == 'meta'
 
 

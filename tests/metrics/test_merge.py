@@ -143,11 +143,9 @@ def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
     alone = make()
     for b in data:
         alone.accumulate(b)
-    theirs = alone.metric.waiting
+    theirs = alone.waiting
     for _, m in of_all(make, data, 3):
-        for a, b in zip(
-            zip(*m.metric.waiting, strict=True), zip(*theirs, strict=True), strict=True
-        ):
+        for a, b in zip(zip(*m.waiting, strict=True), zip(*theirs, strict=True), strict=True):
             assert torch.equal(torch.cat(a), torch.cat(b))
     assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
 

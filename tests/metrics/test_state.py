@@ -109,7 +109,7 @@ def test_a_predicted_slice_is_not_saved_with_all_of_its_data() -> None:
     m = lk.AccumMetric(lambda p, t: p.sum())
     for i in range(2):
         m.accumulate(a_batch(whole[i : i + 1], whole[i : i + 1]))
-    for pred, targ in m.state_dict()['metric/']['waiting']:
+    for pred, targ in m.state_dict()['waiting']:
         assert pred.untyped_storage().nbytes() == targ.untyped_storage().nbytes() == 4
     kept = Anything()
     kept.last = whole[3:5]
