@@ -107,6 +107,12 @@ class Logger(Callback):
         self._logged_columns: set[str] = set()  # columns of the epoch's row that need not be logged
         self._is_due = False
 
+    @property
+    @override
+    def name(self) -> str:
+        "Name of the class in snake case; 'logger' would hide `learn.logger`."
+        return 'base_logger' if type(self) is Logger else super().name
+
     # -- interface of backends ---------------------------------------------------------------------
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:

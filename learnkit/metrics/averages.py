@@ -56,7 +56,7 @@ class AvgMetric(Mean, Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.func = func
-        self._name = name
+        self._name = name or _func_name(func)
         self.on = check_on(on)
         self._count = denominator_of(func).count
 
@@ -79,11 +79,6 @@ class AvgMetric(Mean, Metric):
             raise MetricError(
                 f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
             )
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._name or _func_name(self.func)
 
 
 def warn_unless_mean(metric: AvgMetric, learn: Learner) -> None:
@@ -206,18 +201,13 @@ class ValueMetric(Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.func = func
-        self.metric_name = metric_name
+        self._name = metric_name or _func_name(func)
         self.on = check_on(on)
 
     @property
     @override
     def value(self) -> Any:
         return self.func()
-
-    @property
-    @override
-    def name(self) -> str:
-        return self.metric_name or _func_name(self.func)
 
 
 class TorchMetric(Metric):
@@ -235,7 +225,7 @@ class TorchMetric(Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.metric = metric
-        self._name = name
+        self._name = name or class2attr(metric, 'Metric')
         self.on = check_on(on)
         self._updates = 0
 
@@ -264,11 +254,6 @@ class TorchMetric(Metric):
     @override
     def value(self) -> Any:
         return as_plain_value(self.metric.compute()) if self._updates else None
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._name or class2attr(self.metric, 'Metric')
 
 
 class ModelMetric(TorchMetric):

@@ -47,7 +47,8 @@ class SklearnScore(KeptMetric):
     ) -> None:
         module = import_library('sklearn.metrics', type(self).__name__)
         self.score_func = partial(getattr(module, self.score), **options)
-        super().__init__(prepare, self.score, on)
+        self.prepare = prepare  # type: ignore[method-assign]
+        super().__init__(self.score, on)
 
     @override
     def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:

@@ -262,7 +262,11 @@ class PearsonCorrCoef(KeptMetric):
     """
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(partial(flatten_numbers, 'pearsonr'), 'pearsonr', on)
+        super().__init__('pearsonr', on)
+
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        return flatten_numbers(self.name, pred, targ)
 
     @override
     def final(self, pred: Tensor, targ: Tensor) -> Tensor:

@@ -95,15 +95,12 @@ def check_mergeable(metric: Any) -> None:
     A class that overrides `reset` has its own state, and has to define its own merge rule."""
     if is_torchmetrics(metric):
         return
-    for cls in type(metric).__mro__:
-        if cls is Accumulates or cls is object:
-            break
-        if 'merge' in vars(cls) or 'sum_reduced' in vars(cls):
-            for inner_metric in _list_inner_metrics(metric).values():
-                check_mergeable(inner_metric)
-            return
-        if 'reset' in vars(cls):
-            break
+    rules = ('merge', 'sum_reduced')
+    owner = next(c for c in type(metric).__mro__ if {*rules, 'reset'}.intersection(vars(c)))
+    if owner is not Accumulates and any(rule in vars(owner) for rule in rules):
+        for inner_metric in _list_inner_metrics(metric).values():
+            check_mergeable(inner_metric)
+        return
     name = type(metric).__name__
     raise MetricError(
         f'{name}: several processes train together, and it is not known how to merge what each of them has '

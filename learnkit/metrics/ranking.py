@@ -19,7 +19,7 @@ from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.base import widen
 from learnkit.metrics.classification import SklearnScore
-from learnkit.metrics.functional import flatten_numbers
+from learnkit.metrics.functional import PearsonCorrCoef
 from learnkit.metrics.shapes import (
     check_two_classes,
     flatten_classes,
@@ -169,7 +169,7 @@ class APScoreMulti(_LabelArea):
     score = 'average_precision_score'
 
 
-class SpearmanCorrCoef(KeptMetric):
+class SpearmanCorrCoef(PearsonCorrCoef):
     """Spearman correlation, the Pearson correlation of ranks; NaN if either side is constant.
 
     >>> round(SpearmanCorrCoef()(torch.tensor([1., 2., 30.]), torch.tensor([1., 4., 5.])), 4)
@@ -177,8 +177,15 @@ class SpearmanCorrCoef(KeptMetric):
     """
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(partial(flatten_numbers, 'spearmanr'), 'spearmanr', on)
-        self.final = import_library('torchmetrics.functional', 'SpearmanCorrCoef').spearman_corrcoef
+        super().__init__(on)
+        self._name = 'spearmanr'
+        self._score = import_library(
+            'torchmetrics.functional', 'SpearmanCorrCoef'
+        ).spearman_corrcoef
+
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        return self._score(pred, targ)
 
 
 class CorpusBLEUMetric(KeptMetric):
@@ -192,23 +199,24 @@ class CorpusBLEUMetric(KeptMetric):
     """
 
     def __init__(self, vocab_sz: int = 5000, axis: int = -1, on: str | None = None) -> None:
-        super().__init__(partial(_end_sentences, axis), 'corpus_bleu', on)
+        super().__init__('corpus_bleu', on)
+        self.axis = axis
         self._score = import_library('torchmetrics.functional.text', 'CorpusBLEUMetric').bleu_score
+
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        "Return predicted and target tokens (N,), where -1 ends each sentence: batches may differ in length."
+        tokens = pred.argmax(dim=self.axis)
+        if tokens.shape != targ.shape:
+            raise MetricError(
+                f'CorpusBLEUMetric: predictions {list(pred.shape)} are to be (B, T, C), with the tokens along axis '
+                f'{self.axis}, and targets {list(targ.shape)} (B, T).'
+            )
+        end = tokens.new_full((len(tokens), 1), -1)
+        pred, targ = (torch.cat([t, end.to(t)], 1).flatten() for t in (tokens, targ))
+        return pred, targ
 
     @override
     def final(self, pred: Tensor, targ: Tensor) -> Any:
         preds, targs = (' '.join(map(str, t.tolist())).split(' -1')[:-1] for t in (pred, targ))
         return self._score(preds, [[sentence] for sentence in targs])
-
-
-def _end_sentences(axis: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return predicted and target tokens (N,), where -1 ends each sentence: batches may differ in length."
-    tokens = pred.argmax(dim=axis)
-    if tokens.shape != targ.shape:
-        raise MetricError(
-            f'CorpusBLEUMetric: predictions {list(pred.shape)} are to be (B, T, C), with the tokens along axis {axis}, '
-            f'and targets {list(targ.shape)} (B, T).'
-        )
-    end = tokens.new_full((len(tokens), 1), -1)
-    pred, targ = (torch.cat([t, end.to(t)], 1).flatten() for t in (tokens, targ))
-    return pred, targ

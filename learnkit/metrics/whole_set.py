@@ -27,16 +27,14 @@ ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 class KeptMetric(Metric):
     "Base class of metrics computed by `final` from the predictions and targets of the data set, which are kept."
 
-    def __init__(
-        self,
-        prepare: Callable[..., Any],  # f(predictions, targets) of a batch that returns what is kept
-        name: str,
-        on: str | None = None,
-    ) -> None:
-        self.prepare = prepare
+    def __init__(self, name: str, on: str | None = None) -> None:
         self._name = name
         self.on = check_on(on)
         self.reset()
+
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        "Return what is kept of a batch."
+        raise NotImplementedError
 
     def final(self, pred: Tensor, targ: Tensor) -> Any:
         "Return the value from what was kept of all batches."
@@ -104,40 +102,34 @@ class AccumMetric(KeptMetric):
         if str(activation) not in ACTIVATIONS:
             raise MetricError(f'activation={activation!r}: use one of {", ".join(ACTIVATIONS)}.')
         self.func = partial(func, **kwargs)
+        self.dim_argmax = dim_argmax
+        self.activation = str(activation)
+        self.thresh = thresh
         self.to_np = to_np
         self.invert_arg = invert_arg
-        name = name or name_of(unwrap_partial(func))
-        prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
-        super().__init__(prepare, name, on)
+        self.flatten = flatten
+        super().__init__(name or name_of(unwrap_partial(func)), on)
+
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        if self.activation == 'sigmoid':
+            pred = pred.sigmoid()
+        elif self.activation != 'no':
+            pred = pred.softmax(-1 if self.dim_argmax is None else self.dim_argmax)
+        elif self.dim_argmax is not None:
+            check_choice(self.name, pred, self.dim_argmax)
+            pred = pred.argmax(self.dim_argmax)
+        if self.activation == 'binarysoftmax':
+            pred = pred[:, -1]
+        if self.thresh is not None:
+            pred = pred >= self.thresh
+        return flatten_pair(self.name, pred, targ) if self.flatten else (pred, targ)
 
     @override
     def final(self, pred: Any, targ: Any) -> Any:
         if self.to_np:
             pred, targ = pred.cpu().numpy(), targ.cpu().numpy()
         return self.func(targ, pred) if self.invert_arg else self.func(pred, targ)
-
-
-def _prepare(
-    name: str,
-    dim_argmax: int | None,
-    activation: str,
-    thresh: float | None,
-    flatten: bool,
-    pred: Tensor,
-    targ: Tensor,
-) -> tuple[Tensor, Tensor]:
-    if activation == 'sigmoid':
-        pred = pred.sigmoid()
-    elif activation != 'no':
-        pred = pred.softmax(-1 if dim_argmax is None else dim_argmax)
-    elif dim_argmax is not None:
-        check_choice(name, pred, dim_argmax)
-        pred = pred.argmax(dim_argmax)
-    if activation == 'binarysoftmax':
-        pred = pred[:, -1]
-    if thresh is not None:
-        pred = pred >= thresh
-    return flatten_pair(name, pred, targ) if flatten else (pred, targ)
 
 
 def skm_to_fastai(
@@ -178,17 +170,12 @@ class LossMetric(Mean, Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.attr = attr
-        self._nm = nm
+        self._name = nm or attr
         self.on = check_on(on)
 
     @override
     def accumulate(self, learn: Learner) -> None:
         self.add(getattr(learn.loss_func, self.attr), batch_weight(learn))
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._nm or self.attr
 
 
 def LossMetrics(
