@@ -100,10 +100,6 @@ class _FileLogger(Logger):
             os.fsync(f.fileno())
 
     @override
-    def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        self.write([(step, values)])
-
-    @override
     def write(self, rows: Rows) -> None:
         self._append([{'step': step, **values} for step, values in rows])
 
@@ -269,15 +265,9 @@ class JSONLinesLogger(_FileLogger):
     @override
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         try:
-            rows = [json.loads(line) for line in text.splitlines()]
-        except ValueError:
-            rows = [None]
-        are_rows = all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows)
-        if are_rows:
-            return rows
-        raise OptionError(
-            f'{path} is not a log of JSONLinesLogger: it has lines that are not steps. {_ELSEWHERE}'
-        )
+            return [json.loads(line) for line in text.splitlines()]
+        except ValueError as e:
+            raise OptionError(f'{path} is not a log of JSONLinesLogger: {e}. {_ELSEWHERE}') from e
 
 
 def _find_logger_class(path: Path) -> type[_FileLogger]:

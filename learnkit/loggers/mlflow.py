@@ -85,10 +85,6 @@ class MlflowLogger(Logger):
         return max((m.step for m in points), default=-1)
 
     @override
-    def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        self.write([(step, values)])
-
-    @override
     def write(self, rows: Rows) -> None:
         from mlflow.entities import Metric
 

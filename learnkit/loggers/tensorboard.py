@@ -55,16 +55,11 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         if not self._run_folder:
-            self._run_folder = str(self._choose_folder())
+            name = datetime.now().isoformat('_', 'microseconds').replace(':', '-')
+            self._run_folder = str(self.where() / (name if self.folder is None else ''))
         folder = Path(self._run_folder)
         found = _last_step(folder) if self._is_new_log and folder.exists() else -1
         return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
-
-    def _choose_folder(self) -> Path:
-        "Return the given folder, or the name of a new one."
-        if self.folder is not None:
-            return self.where()
-        return self.where() / datetime.now().isoformat('_', 'microseconds').replace(':', '-')
 
     @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:

@@ -15,7 +15,7 @@ without scikit-learn. Predictions and targets that do not match, and options tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,23 +31,20 @@ from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
 from learnkit.metrics.whole_set import KeptMetric
 
 Labels = Sequence[int] | None
-Pair = tuple[Tensor, Tensor]
 
 
 class SklearnScore(KeptMetric):
-    "Base class of scores of scikit-learn; `compute` gets what `prepare` has returned for the batches, as arrays."
+    "Base class of scores of scikit-learn; `prepare` returns -1 for unknown targets, and `compute` gets arrays."
 
     score = ''  # function of scikit-learn, and name of the column
 
     def __init__(
         self,
-        prepare: Callable[..., Pair],  # f(predictions, targets) of a batch; unknown targets are -1
-        on: str | None = None,
+        on: str | None = None,  # 'train', 'valid' or 'both'
         **options: Any,  # keyword arguments of the function
     ) -> None:
         module = import_library('sklearn.metrics', type(self).__name__)
         self.score_func = partial(getattr(module, self.score), **options)
-        self.prepare = prepare  # type: ignore[method-assign]
         super().__init__(self.score, on)
 
     @override
@@ -75,23 +72,24 @@ class SklearnScore(KeptMetric):
 # -- one class for each sample ---------------------------------------------------------------------
 
 
-@needs_class_indices
-def _choose_classes(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Pair:
-    best, targ, n = argmax_preds(name, axis, instead, pred, targ)
-    return best, mark_unknown(targ, n)
-
-
 class _ClassScore(SklearnScore):
     "Base class of scores of all classes together."
+
+    instead: str | None = None  # what to use if there are not two classes; None: any number
 
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        instead: str | None = None,  # what to use if there are not two classes; None: any number
         **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
-        prepare = partial(_choose_classes, type(self).__name__, axis, instead)
-        super().__init__(prepare, **options)
+        self.axis = axis
+        super().__init__(**options)
+
+    @override
+    @needs_class_indices
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        best, targ, n = argmax_preds(type(self).__name__, self.axis, self.instead, pred, targ)
+        return best, mark_unknown(targ, n)
 
 
 class _AverageScore(_ClassScore):
@@ -105,9 +103,10 @@ class _AverageScore(_ClassScore):
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         **options: Any,
     ) -> None:
-        instead = f"average='macro', 'micro', 'weighted' or None, or {type(self).__name__}Multi for labels"
-        options |= {'pos_label': pos_label, 'average': average, 'zero_division': 0}
-        super().__init__(axis, instead if average == 'binary' else None, **options)
+        if average == 'binary':
+            other = f'{type(self).__name__}Multi for labels'
+            self.instead = f"average='macro', 'micro', 'weighted' or None, or {other}"
+        super().__init__(axis, pos_label=pos_label, average=average, zero_division=0, **options)
         self.labels = labels
         self.average = average
 
@@ -222,11 +221,6 @@ class CohenKappa(_ClassScore):
 # -- any number of labels for each sample ----------------------------------------------------------
 
 
-def _choose_labels(name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
-    probs, targ, _ = flatten_labels(name, sigmoid, pred, targ)
-    return (probs >= thresh).long(), mark_unknown(targ, 2)
-
-
 class _LabelScore(SklearnScore):
     "Base class of scores of each label, averaged over labels."
 
@@ -238,16 +232,23 @@ class _LabelScore(SklearnScore):
         average: str | None = 'macro',  # see the module docstring
         **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
-        prepare = partial(_choose_labels, type(self).__name__, thresh, sigmoid)
-        super().__init__(prepare, zero_division=0, **options)
+        super().__init__(**options)
+        self.thresh = thresh
+        self.sigmoid = sigmoid
         self.labels = labels
         self.average = average
 
     @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        probs, targ, _ = flatten_labels(type(self).__name__, self.sigmoid, pred, targ)
+        return (probs >= self.thresh).long(), mark_unknown(targ, 2)
+
+    @override
     def compute(self, pred: Any, targ: Any) -> Any:
         if pred.shape[1] == 1:  # which scikit-learn takes for two classes
-            return self.score_func(targ[:, 0], pred[:, 0])
-        return self.score_func(targ, pred, labels=self.labels, average=self.average)
+            return self.score_func(targ[:, 0], pred[:, 0], zero_division=0)
+        options = {'labels': self.labels, 'average': self.average, 'zero_division': 0}
+        return self.score_func(targ, pred, **options)
 
 
 class F1ScoreMulti(_LabelScore):
@@ -308,16 +309,8 @@ class FBetaMulti(_LabelScore):
         super().__init__(*args, beta=beta, **options)
 
 
-class _AllLabels(SklearnScore):
-    "Base class of scores of all labels together, which are two classes."
-
-    def __init__(
-        self,
-        thresh: float = 0.5,  # probability from which a label is predicted
-        sigmoid: bool = True,  # whether the predictions are logits
-        **options: Any,  # `on`, and further options of scikit-learn's function
-    ) -> None:
-        super().__init__(partial(_choose_labels, type(self).__name__, thresh, sigmoid), **options)
+class _AllLabels(_LabelScore):
+    "Base class of scores of all labels together, which are two classes: without `labels` and `average`."
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:

@@ -240,8 +240,9 @@ class R2Score(SklearnScore):
 
     score = 'r2_score'
 
-    def __init__(self, on: str | None = None) -> None:
-        super().__init__(partial(flatten_numbers, self.score), on)
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        return flatten_numbers(self.name, pred, targ)
 
 
 class ExplainedVariance(R2Score):
@@ -291,19 +292,17 @@ class BrierScore(SumMetric):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('brier_score_loss', on)
-        self.prepare = partial(_brier_sums, axis)  # a Learner checks that its targets are classes
+        self.axis = axis
 
     @override
-    def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        return self.prepare(pred, targ)
+    @needs_class_indices
+    def sums(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Any]:
+        scores, targ = flatten_classes(self.name, pred, targ, self.axis)
+        p = widen(scores).softmax(1)
+        squares = (p * p).sum(1) - 2 * p.gather(1, targ.long()[:, None])[:, 0] + 1
+        return squares.sum() / (2 if scores.shape[1] == 2 else 1), targ.numel()
 
-
-@needs_class_indices
-def _brier_sums(axis: int, pred: Tensor, targ: Tensor) -> tuple[Tensor, Any]:
-    scores, targ = flatten_classes('brier_score_loss', pred, targ, axis)
-    p = widen(scores).softmax(1)
-    squares = (p * p).sum(1) - 2 * p.gather(1, targ.long()[:, None])[:, 0] + 1
-    return squares.sum() / (2 if scores.shape[1] == 2 else 1), targ.numel()
+    prepare = sums  # a Learner checks that its targets are classes
 
 
 class BrierScoreMulti(SumMetric):

@@ -6,7 +6,6 @@ few scores round to the same number. Constructors raise `MissingExtraError` with
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,9 +36,7 @@ class _AreaScore(SklearnScore):
     A column needs a positive target; for an area, a negative target too. The score is NaN for other columns, which an
     average leaves out, and if no column is left."""
 
-    def __init__(self, prepare: Any, average: str | None = 'macro', **options: Any) -> None:
-        super().__init__(prepare, **options)
-        self.average = average
+    average: str | None = 'macro'  # 'macro', 'micro', 'weighted' or None
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:
@@ -54,28 +51,6 @@ class _AreaScore(SklearnScore):
             return scores
         weights = {'macro': defined, 'micro': defined, 'weighted': counts}[self.average]
         return np.nansum(scores * weights) / (weights * defined).sum()
-
-
-@needs_class_indices
-def _rank_classes(name: str, axis: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the softmax of the scores, (N, C), and the targets, (N,)."
-    scores, targ = flatten_classes(name, pred, targ, axis)
-    return widen(scores).softmax(1), mark_unknown(targ, scores.shape[1])
-
-
-@needs_class_indices
-def _rank_class(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the softmax of class `label` of two, and whether the class is the target, both (N, 1)."
-    check_two_classes(name, pred, axis, 'RocAuc, or RocAucMulti for labels')
-    probs, targ = _rank_classes(name, axis, pred, targ)
-    is_label = torch.where(targ < 0, targ, (targ == label).long())
-    return probs[:, [label]], is_label[:, None]
-
-
-def _rank_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the scores of the labels, and the targets, both (N, L)."
-    probs, targ, _ = flatten_labels(name, sigmoid, widen(pred), targ)
-    return probs, mark_unknown(targ, 2)
 
 
 class RocAuc(_AreaScore):
@@ -93,33 +68,47 @@ class RocAuc(_AreaScore):
         self,
         axis: int = -1,  # class dimension
         average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
-        **options: Any,  # `on`
+        **options: Any,  # `on`, and options of scikit-learn's function, such as `max_fpr`
     ) -> None:
-        super().__init__(partial(_rank_classes, 'RocAuc', axis), average, **options)
+        super().__init__(**options)
+        self.axis = axis
+        self.average = average
+
+    @override
+    @needs_class_indices
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        "Return the softmax of the scores, (N, C), and the targets, (N,)."
+        scores, targ = flatten_classes(type(self).__name__, pred, targ, self.axis)
+        return widen(scores).softmax(1), mark_unknown(targ, scores.shape[1])
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:
         return super().compute(pred, targ[:, None] == np.arange(pred.shape[1]))
 
 
-class RocAucBinary(_AreaScore):
+class RocAucBinary(RocAuc):
     """Area under the ROC curve of the second of two classes, by softmax; NaN if only one class occurs.
 
     >>> RocAucBinary()(torch.tensor([[0., 3.], [0., 1.], [0., 2.]]), torch.tensor([1, 0, 0]))
     1.0
     """
 
-    score = 'roc_auc_score'
+    pos_label = 1  # positive class
 
-    def __init__(
-        self,
-        axis: int = -1,  # class dimension
-        **options: Any,  # `on`, and options of `roc_auc_score`, such as `max_fpr`
-    ) -> None:
-        super().__init__(partial(_rank_class, 'RocAucBinary', axis, 1), **options)
+    @override
+    @needs_class_indices
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        instead = 'RocAuc, or RocAucMulti for labels'
+        check_two_classes(type(self).__name__, pred, self.axis, instead)
+        return super().prepare(pred, targ)
+
+    @override
+    def compute(self, pred: Any, targ: Any) -> Any:
+        scores = pred[:, self.pos_label, None]
+        return _AreaScore.compute(self, scores, targ[:, None] == self.pos_label)
 
 
-class APScoreBinary(_AreaScore):
+class APScoreBinary(RocAucBinary):
     """Average precision, `sum_n (R_n - R_{n-1})*P_n`, of one of two classes; NaN if the class does not occur.
 
     >>> round(APScoreBinary()(torch.tensor([[0., 3.], [0., 2.], [0., 1.]]), torch.tensor([1, 0, 1])), 4)
@@ -131,25 +120,15 @@ class APScoreBinary(_AreaScore):
     def __init__(
         self,
         axis: int = -1,  # class dimension
+        average: str | None = 'macro',  # of no effect, as in fastai
         pos_label: int = 1,  # positive class
         **options: Any,  # `on`
     ) -> None:
-        super().__init__(partial(_rank_class, 'APScoreBinary', axis, pos_label), **options)
+        super().__init__(axis, average, **options)
+        self.pos_label = pos_label
 
 
-class _LabelArea(_AreaScore):
-    "Base class of ranking scores of labels."
-
-    def __init__(
-        self,
-        sigmoid: bool = True,  # whether the predictions are logits
-        average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
-        **options: Any,  # `on`
-    ) -> None:
-        super().__init__(partial(_rank_labels, type(self).__name__, sigmoid), average, **options)
-
-
-class RocAucMulti(_LabelArea):
+class RocAucMulti(_AreaScore):
     """Average area under the ROC curve of each label; labels that never or always occur are excluded.
 
     >>> RocAucMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
@@ -158,8 +137,24 @@ class RocAucMulti(_LabelArea):
 
     score = 'roc_auc_score'
 
+    def __init__(
+        self,
+        sigmoid: bool = True,  # whether the predictions are logits
+        average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
+        **options: Any,  # `on`
+    ) -> None:
+        super().__init__(**options)
+        self.sigmoid = sigmoid
+        self.average = average
 
-class APScoreMulti(_LabelArea):
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        "Return the scores of the labels, and the targets, both (N, L)."
+        probs, targ, _ = flatten_labels(type(self).__name__, self.sigmoid, widen(pred), targ)
+        return probs, mark_unknown(targ, 2)
+
+
+class APScoreMulti(RocAucMulti):
     """Mean of the labels' average precision; labels that do not occur are excluded (fastai counts them as 0).
 
     >>> APScoreMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))

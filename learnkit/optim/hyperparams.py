@@ -147,7 +147,9 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     """
     if isinstance(value, slice):
         values = spread(value, n)
-    elif (isinstance(value, Sequence) and not isinstance(value, str)) or getattr(value, 'ndim', 0):
+    elif (isinstance(value, Sequence) and not isinstance(value, str)) or getattr(
+        value, 'ndim', False
+    ):
         values = list(value)
     else:
         values = [value] * n

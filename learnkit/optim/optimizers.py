@@ -187,8 +187,6 @@ class Lookahead(OptimWrapper):
             super().__init__(opt=opt)
         self.k = k
         self.alpha = alpha
-        for g in self.param_groups:
-            g.setdefault('lookahead_step', 0)
 
     @torch.no_grad()
     @override

@@ -494,10 +494,8 @@ class OptimWrapper(torch.optim.Optimizer):
             raise OptimizerError(
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
-        try:
-            load_state(self, state_dict)
-        finally:
-            self.spare_from_decay()
+        load_state(self, state_dict)
+        self.spare_from_decay()
         if self.is_training:
             self.train()
         else:
@@ -580,6 +578,4 @@ def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
                 f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: give a torch.optim '
                 'class, a function of (params, lr), or a list or dict of ready optimizers.'
             )
-    if not named:
-        raise OptimizerError(f'opt_func is or returned {opt!r}, which has no optimizer.')
     return named

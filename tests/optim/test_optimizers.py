@@ -288,21 +288,6 @@ def test_every_optimizer_has_fastais_hypers_over_groups() -> None:
         assert [len(ps) for ps in learn.opt.param_lists] == [4, 2]
 
 
-@pytest.mark.parametrize(
-    'splitter',
-    [
-        lambda m: [tuple(g) for g in halves(m)],
-        lambda m: (p for p in halves(m)),
-        lambda m: [{'params': g} for g in halves(m)],
-        lambda m: [m[:2].parameters(), m[2:].parameters()],
-    ],
-)
-def test_groups_may_be_anything_that_holds_parameters(splitter: Any) -> None:
-    learn = learner(net(), opt_func=SGD, splitter=splitter)
-    learn.fit(1, lr=slice(1e-3, 1e-1))
-    assert [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-3, 1e-1])
-
-
 # Bad input
 
 

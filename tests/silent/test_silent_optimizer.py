@@ -390,13 +390,3 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
     assert gap(whole.model, again.model) == 0
-
-
-def test_the_user_declares_which_optimizers_need_a_closure() -> None:
-    p = nn.Parameter(torch.ones(1))
-    assert OptimWrapper(opt=Nearby([p], lr=LR)).needs_closure
-    assert not OptimWrapper(opt=Second([p], lr=LR)).needs_closure
-    assert OptimWrapper(opt=Second([p], lr=LR), needs_closure=True).needs_closure
-    assert not OptimWrapper(opt=Nearby([p], lr=LR), needs_closure=False).needs_closure
-    assert not OptimWrapper(opt=torch.optim.SGD([p], lr=LR)).needs_closure
-    assert OptimWrapper(opt=torch.optim.LBFGS([p])).needs_closure
