@@ -327,7 +327,8 @@ class _Copy:
         if weights:
             numbers = torch.cat([widen(numbers), widen(torch.stack(weights).flatten())])
         on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
-        self.host = numbers.to('cpu', non_blocking=on_cuda)
+        self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self.host.copy_(numbers, non_blocking=on_cuda)
         self.event = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from learnkit.core.batch import map_tensors
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
 from learnkit.optim.hyperparams import OPTIONS, match_strides
 
-if TYPE_CHECKING:
-    from learnkit.optim.wrapper import OptimWrapper
-
 # options that keep their current values, because they select an implementation for the current device
 KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
 
@@ -25,6 +22,16 @@ PARAM_SHAPED = frozenset(
     'exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg sum acc_delta prev step_size ax '
     'slow_weights'.split()
 )
+
+
+class Optimizers(Protocol):
+    "Attributes and methods of `OptimWrapper` that are needed to load a state."
+
+    optimizers: dict[str, torch.optim.Optimizer]
+    exempt: set[nn.Parameter]
+
+    def split_groups(self, only: torch.optim.Optimizer | None = None) -> None: ...
+    def class_names(self) -> str: ...
 
 
 def is_torch_state(state: Any) -> bool:
@@ -39,7 +46,7 @@ def is_single(state: Any) -> bool:
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def key_by_name(opt: OptimWrapper, state: Any) -> dict[str, Any]:
+def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
     "Return state dicts by optimizer name; the name of a single optimizer may differ from the saved name."
     if is_single(state):
         return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
@@ -49,7 +56,7 @@ def key_by_name(opt: OptimWrapper, state: Any) -> dict[str, Any]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def find_differences(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -> list[str]:
+def find_differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state does not come from torch's optimizers"]
@@ -67,7 +74,7 @@ def find_differences(opt: OptimWrapper, state: Any, model: nn.Module | None = No
 
 
 def compare_state(
-    opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, names: Mapping[Any, str]
+    opt: Optimizers, o: torch.optim.Optimizer, state: Any, names: Mapping[Any, str]
 ) -> list[str]:
     "Return a line for each reason why one optimizer cannot load a state."
     groups = state['param_groups']
@@ -95,7 +102,7 @@ def compare_state(
 
 
 def find_lists(
-    opt: OptimWrapper, o: torch.optim.Optimizer, sizes: list[int]
+    opt: Optimizers, o: torch.optim.Optimizer, sizes: list[int]
 ) -> list[list[Any]] | None:
     "Return the parameters of the groups of these sizes, now or after `split_groups`; None if there are none."
     now = [g['params'] for g in o.param_groups]
@@ -115,7 +122,7 @@ def find_lists(
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: OptimWrapper, state: Any) -> None:
+def load_state(opt: Optimizers, state: Any) -> None:
     "Load a copy of a state, for which `find_differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
