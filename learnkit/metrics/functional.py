@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
@@ -94,7 +93,6 @@ def error_rate(
     >>> error_rate(torch.tensor([[.1, .9], [.8, .2], [.7, .3], [.6, .4]]), torch.tensor([1, 0, 0, 1]))
     tensor(0.2500)
     """
-    check_choice('error_rate', pred, axis)
     return 1 - accuracy(pred, targ, axis=axis)
 
 
@@ -108,15 +106,12 @@ def top_k_accuracy(
 ) -> Tensor:
     """Return the fraction of targets whose class is among the `k` highest scores; targets of -100 do not count.
 
-    Raises `MetricError` for fewer than `k` classes, and unless there is one target per prediction.
+    Raises `MetricError` unless there is one target per prediction.
 
     >>> top_k_accuracy(torch.tensor([[.1, .2, .7], [.1, .2, .7]]), torch.tensor([1, 0]), k=2)
     tensor(0.5000)
     """
     scores, targ = flatten_classes('top_k_accuracy', pred, targ, axis)
-    n = scores.shape[1]
-    if not 1 <= k <= n:
-        raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
     return _share((scores.topk(k)[1] == targ[:, None]).any(1), targ)
 
 

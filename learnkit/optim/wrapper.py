@@ -14,7 +14,6 @@ from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
-from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     DECAYS,
     Hypers,
@@ -450,11 +449,6 @@ class OptimWrapper(torch.optim.Optimizer):
         """
         lists = self.param_lists
         self.frozen_idx = max(0, len(lists) + n) if n < 0 else n
-        if self.frozen_idx >= len(lists):
-            warn_user(
-                f'freeze_to({n}) freezes all of the {len(lists)} param groups: nothing but norm layers is trained, '
-                'and they only if `train_bn` is set. `unfreeze()` undoes it.'
-            )
         frozen = {p for params in lists[: self.frozen_idx] for p in params} - self.always_trained
         for p in (p for params in lists for p in params):
             p.requires_grad_(p not in frozen)

@@ -187,8 +187,7 @@ def test_every_optimizer_trains_after_unfreezing(opt_func: Any) -> None:
 def test_a_fit_with_everything_frozen_names_unfreeze() -> None:
     for reset in (False, True):
         learn = learner(train_bn=False)
-        with pytest.warns(UserWarning, match=r'freeze_to\(3\) .* 3 .*unfreeze'):
-            learn.freeze_to(3)
+        learn.freeze_to(3)
         before = copies(learn.model)
         with pytest.raises(ModelError, match=r'Sequential .*learn\.unfreeze\(\)'):
             learn.fit(1, reset_opt=reset)
