@@ -69,8 +69,9 @@ _ROWS = (
         'metrics',
         'Metrics',
         'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
-        'metrics.functional metrics.classification metrics.ranking metrics.segmentation metrics.base '
-        'metrics.averages metrics.whole_set metrics.direction',
+        # a source page links to the module that was described first
+        'metrics.whole_set metrics.classification metrics.functional metrics.ranking '
+        'metrics.segmentation metrics.base metrics.averages metrics.direction',
     ),
     (
         'stopping',

@@ -195,10 +195,8 @@ class LRFinder(ParamScheduler):
         world = self.learn.world
         if world.size == 1:
             return
-        self._smooth.mark(0)
-        self._smooth.replace(
-            (world.sum(torch.tensor(self._smooth.since_mark)) / world.size).tolist()
-        )
+        losses, _ = self._smooth.since(0)
+        self._smooth.replace(0, (world.sum(torch.tensor(losses)) / world.size).tolist())
 
     @override
     def cleanup(self) -> None:

@@ -44,7 +44,7 @@ from learnkit.metrics.averages import (
     check_column,
     measures_batches,
 )
-from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
+from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merge_losses
 from learnkit.metrics.merge import check_mergeable, gather_on_host
 
 if TYPE_CHECKING:
@@ -208,8 +208,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.n_valid = 0
         if self.learn.fitting:
             self._n_before = self.smooth_loss.count
-            if self.learn.world.size > 1:
-                self.smooth_loss.mark(self._n_before)
             self._late_values = None
         self.log = L(self.learn.epoch)
 
@@ -406,17 +404,15 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return this rank's losses of the epoch, and their weights."
         if self.learn.world.size == 1:
             return {}
-        return {
-            'losses': self.smooth_loss.since_mark,
-            'weights': self.smooth_loss.weights_since_mark,
-        }
+        losses, weights = self.smooth_loss.since(self._n_before)
+        return {'losses': losses, 'weights': weights}
 
     def _merge_losses(self, states: list[dict[str, Any]]) -> None:
         "Replace this epoch's losses by their sample-weighted mean over ranks."
         losses = [sd['losses'] for sd in states]
         weights = [sd['weights'] for sd in states]
-        merged = merged_losses(losses, weights, self._reduction())
-        self.smooth_loss.replace(merged, merged_weights(weights))
+        merged = merge_losses(losses, weights, self._reduction())
+        self.smooth_loss.replace(self._n_before, *merged)
 
     def _reduction(self) -> str:
         return 'sum' if self.learn.loss_weights.is_sum(self.learn) else 'mean'
@@ -619,8 +615,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self._metrics_by_depth[1]
         current.started = perf_counter() - seconds
         self._n_before = sd['n_before']
-        if self.learn.world.size > 1:
-            self.smooth_loss.mark(self._n_before)
         self.log = L(self.learn.epoch, *current.values.values())
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])

@@ -32,7 +32,6 @@ from learnkit.optim.annealing import (
     SchedPoly,
     Schedule,
     annealer,
-    check_schedule,
     combine_scheds,
     combined_cos,
 )
@@ -90,7 +89,10 @@ class ParamScheduler(Callback):
             )
         self.scheds = dict(scheds)
         for name, f in self.scheds.items():
-            check_schedule(f'The schedule of {name}', f)
+            if not callable(f):
+                raise ScheduleError(
+                    f'The schedule of {name} is {f!r}: give a function of the position, such as SchedCos(1, 0).'
+                )
         self._opt: Any = None  # optimizer that `_plan` was made for
         # torch optimizers of `_opt`, with their param groups at that time
         self._known: list[tuple[Any, list[dict[str, Any]]]] = []

@@ -23,6 +23,7 @@ from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.model import bare_model, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
 from learnkit.distributed.dtensor import distribute_like, full_tensor, local_shard, mesh_of
+from learnkit.optim.state import find_differences
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -178,7 +179,7 @@ def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str
 
 def check_weights(
     path: Path | str,  # file, for the message
-    differences: list[str],  # results of `compare_weights` and `OptimWrapper.differences`
+    differences: list[str],  # results of `compare_weights` and `find_differences`
     model: nn.Module,  # model, for the message
     fix: str = '',  # suggestion for the user
 ) -> None:
@@ -276,7 +277,7 @@ def compare_stored(learn: Learner, stored: Stored, strict: bool = True) -> list[
     if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
         lines += [f'loss_func: {d}' for d in compare_weights(learn.loss_func, stored.loss_func)]
     if stored.opt is not None:
-        lines += learn.opt.differences(stored.opt, bare_model(learn.model))
+        lines += find_differences(learn.opt, stored.opt, bare_model(learn.model))
     return lines
 
 

@@ -302,7 +302,6 @@ def add_loss_params(learn: Learner, opt: OptimWrapper) -> None:
     new = [p for p in loss_params if p not in own and p.requires_grad]
     if new and len(opt.optimizers) == 1:
         opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
-        opt.begin_states()
 
 
 def no_params_error(model: nn.Module) -> ModelError:
@@ -391,7 +390,6 @@ def add_params(learn: Learner, new: set[nn.Parameter]) -> None:
 
     set_exemptions(learn, opt, is_ready=False)
     opt.set_params(lists)
-    opt.begin_states()
     in_frozen_groups = {p for params in lists[: opt.frozen_idx] for p in params}
     frozen = in_frozen_groups & new - opt.seen - opt.always_trained
     if not frozen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.errors import OptionError, TimeError
+from learnkit.core.errors import OptionError
 from learnkit.core.files import check_folder
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
@@ -87,29 +88,22 @@ class Logger(Callback):
         every: str | Time = '10ba',  # interval of losses and hyperparameters: ba, st, sp, tok, sec
     ) -> None:
         self.every = as_time(every, 'ba')
-        if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
-            raise TimeError(
-                f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
-                'Evaluations and epochs are logged when they end.'
-            )
         self._interval = Every(self.every)
         self._handle: Any = None  # return value of `open`, None while closed
+        self._id: str | None = None  # id of the run of a service; None before the first `open`
         self._is_new_log = True  # whether the log was never opened
         self._kept_step: int | None = None  # last step that a resumed log keeps
+        self._n_in_log = -1  # last step that a resumed log has already
         self._step_offset = 0  # step minus number of batches
         self._last_written = -1  # last written step
-        self._n_batches = 0  # number of batches at the last check
-        self._end_step = -1  # last step when the previous run ended
+        self._first_batch = 0  # number of batches when the fit started
         self._has_failed = False
         self._is_new_fit = False  # True from the start of a fit to the first write
-        self._n_batches_at_start: int | None = None  # None in a resumed fit
         self._settings: dict[str, Any] = {}  # settings from `log_params`
-        self._params: dict[str, Any] | None = None  # configuration as last logged
         self._clear()
 
     def _clear(self) -> None:
         self._rows: list[tuple[int, dict[str, Any]]] = []  # number of batches, and logged values
-        self._evaluated: dict[str, Any] | None = None  # values logged during an evaluation
         self._logged_columns: set[str] = set()  # columns of the epoch's row that need not be logged
         self._is_due = False
 
@@ -142,48 +136,44 @@ class Logger(Callback):
         "Make written values durable, after each run and before a checkpoint."
 
     def where(self) -> Any:
-        "Return the target of this logger, such as a path, which no other logger may write to."
+        "Return the target of this logger: a folder, a path, or None."
         return None
 
     def check(self) -> None:
-        "Raise a typed error before training if writing would fail."
+        "Raise a typed error before training if writing would fail: by default, if `where` is a folder without access."
+        if isinstance(self.where(), Path):
+            check_folder(self.where(), keep_new=True)
 
     def open(
         self,
         keep: int | None,  # last step to keep, in a resumed run; None: keep all
     ) -> tuple[Any, int]:
-        "Open the backend and continue an existing log; return a handle and the last step (-1 for an empty log)."
+        """Open the backend and continue an existing log; return a handle and the last step (-1 for an empty log).
+
+        A resumed run does not write steps up to that one again."""
         return True, -1
 
     def shut(self, handle: Any) -> None:
         "Close the handle that `open` returned."
 
     def saved(self) -> dict[str, Any]:
-        "Return the state that a resumed process needs to continue the log."
-        return {}
+        "Return the state that a resumed process needs to continue the log: by default the id of the run."
+        return {'id': self._id}
 
     def restore(self, sd: dict[str, Any]) -> None:
         "Restore the state that `saved` returned."
+        self._id = sd['id']
 
     # -- collecting --------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "Check that the log can be written, and that no other logger writes to it."
+        "Check that the log can be written."
         learn = self.learn
         if not learn.fitting:
             return
-        for cb in learn.cbs:
-            if cb is self or not isinstance(cb, Logger):
-                continue
-            if self.where() is not None and cb.where() == self.where():
-                raise OptionError(
-                    f'{type(cb).__name__} and {type(self).__name__} both log to {self.where()}: give one of '
-                    'them another place, or remove it.'
-                )
         self.check()
         self._interval.start(learn)
-        self._n_batches = learn.counters.batches
-        self._n_batches_at_start = self._n_batches
+        self._first_batch = learn.counters.batches
         self._is_new_fit = True
         self._has_failed = False
 
@@ -194,7 +184,6 @@ class Logger(Callback):
 
     def after_batch(self) -> None:
         "Log the loss and the hyperparameters if they are due."
-        self._n_batches = self.learn.counters.batches
         if self._interval.is_due(self.learn):
             self._log_step()
 
@@ -229,7 +218,7 @@ class Logger(Callback):
             raise OptionError(
                 f'{name!r} cannot be logged: give a printable name other than `step`.'
             )
-        if not shown:
+        if not shown or not learn.training:
             self._logged_columns.add(name)
         values = self._find_row()
         mean = values.get(name)
@@ -245,43 +234,20 @@ class Logger(Callback):
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
     def _find_row(self) -> dict[str, Any]:
-        "Return the values of the current evaluation if there is one, otherwise of the current step."
-        if self._evaluated is not None:
-            return self._evaluated
+        "Return the values of the current step; an evaluation belongs to the step before it."
         if not self._rows or self._rows[-1][0] != self._step:
             self._rows.append((self._step, {}))
         return self._rows[-1][1]
 
-    def before_eval(self) -> None:
-        "Start collecting the values of this evaluation."
-        if self.learn.fitting:
-            self._evaluated = {}
-
     def after_validate(self) -> None:
-        "Log the losses and metrics of a loader from the Recorder."
+        "Log the losses and metrics of a loader from the Recorder, at the step before the evaluation."
         recorder = recorder_of(self.learn)
-        if self._evaluated is None or not self.learn.fitting or recorder is None:
+        if not self.learn.fitting or recorder is None:
             return
-        self._evaluated |= {k: v for k, v in recorder.measured.items() if is_scalar(v)}
-
-    def after_eval(self) -> None:
-        "Log the values of this evaluation at the step before it."
-        if not self.learn.fitting:
-            return  # an evaluation by `validate()`
-        evaluated = self._evaluated or {}
-        self._evaluated = None
-        if evaluated:
-            self._find_row().update(evaluated)
-        self._logged_columns |= evaluated.keys()
+        measured = {k: v for k, v in recorder.measured.items() if is_scalar(v)}
+        self._find_row().update(measured)
+        self._logged_columns |= measured.keys()
         self._is_due = True
-
-    def before_train(self) -> None:
-        "Drop the values of a cancelled evaluation."
-        self._evaluated = None
-
-    def on_run_failed(self) -> None:
-        if self.learn.fitting:
-            self._evaluated = None
 
     def after_epoch(self) -> None:
         "Log the other columns of the epoch's row."
@@ -313,42 +279,37 @@ class Logger(Callback):
         self._rows = self._rows[n:]
         if not rows:
             return
-        self._begin(rows[0][0])
+        self._begin()
         values = fetch([row for _, row in rows])
-        self.write([(ba + self._step_offset, vs) for (ba, _), vs in zip(rows, values, strict=True)])
-        self._last_written = rows[-1][0] + self._step_offset
+        steps = [ba + self._step_offset for ba, _ in rows]
+        new = [row for row in zip(steps, values, strict=True) if row[0] > self._n_in_log]
+        if new:
+            self.write(new)
+        self._last_written = steps[-1]
 
-    def _begin(self, ba: int) -> None:
+    def _begin(self) -> None:
         "Open the backend if it is closed; at the start of a fit, also set the first step and log the configuration."
+        is_resumed = self._kept_step is not None
         if self._handle is None:
             with preserved_rng():  # W&B and MLflow draw names and ids
                 self._handle, found = self.open(self._kept_step)
-            if self._kept_step is None:
-                self._end_step = max(self._end_step, found)
+            if is_resumed:
+                self._n_in_log = found
+            else:
+                self._last_written = max(self._last_written, found)
             self._is_new_log = False
             self._kept_step = None
             _close_at_exit(self)
         if not self._is_new_fit:
             return
         self._is_new_fit = False
-        before = self._params if self._n_batches_at_start is None else None
-        if self._n_batches_at_start is not None:
-            self._step_offset = max(0, self._end_step - self._n_batches_at_start)
-        elif ba + self._step_offset <= self._last_written:
-            self._step_offset = self._end_step - ba  # the Learner's counters were not resumed
-        self._log_settings(before)
+        if not is_resumed:
+            self._step_offset = max(self._step_offset, self._last_written - self._first_batch)
+        self._log_settings()
 
-    def _log_settings(self, before: dict[str, Any] | None = None) -> None:
-        "Log the configuration, unless it equals the one logged `before` a resume; rates stay as logged before."
-        self._params = {**configuration(self.learn), **self._settings}
-        if before is not None:
-            hypers = self.learn.opt.hypers[0]
-            rates = {name: v for name, v in before.items() if name.partition('/')[0] in hypers}
-            self._params |= rates
-        if self._params == before:
-            return
+    def _log_settings(self) -> None:
         with preserved_rng():
-            self.log_params(self._params)
+            self.log_params({**configuration(self.learn), **self._settings})
 
     def receive_images(
         self,
@@ -380,9 +341,11 @@ class Logger(Callback):
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after the values of earlier steps."
         self._write_rows()
-        self._begin(self._step)
-        with preserved_rng():
-            log(self._step + self._step_offset, name, content)
+        self._begin()
+        step = self._step + self._step_offset
+        if step > self._n_in_log:
+            with preserved_rng():
+                log(step, name, content)
 
     def after_error(self) -> None:
         "Record that the run failed."
@@ -396,11 +359,7 @@ class Logger(Callback):
             if self._handle is not None:
                 self.flush()
         finally:
-            self._end_step = self._get_last_step()
             self._clear()
-
-    def _get_last_step(self) -> int:
-        return max(self._end_step, self._last_written, self._n_batches + self._step_offset)
 
     def close(self) -> None:
         "Close the backend; the next write opens it again."
@@ -409,28 +368,23 @@ class Logger(Callback):
         handle = self._handle
         self._handle = None
         open_loggers.discard(self)
-        # before Python 3.12, a Learner may be garbage-collected inside of `torch.get_rng_state`, which holds a lock
-        with preserved_rng(with_torch=False):
+        with preserved_rng():
             self.shut(handle)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        "Write all finished steps, and return the remaining values and the position in the log."
-        if self._rows and self.learn is not None:
-            self._write_pending()
+        "Return the values that are not written yet, and the position in the log."
         if self._handle is not None:
             self.flush()
         return {
-            'ba': self._n_batches,
             'shift': self._step_offset,
+            'is_new_fit': self._is_new_fit,
             'interval': self._interval.state_dict(),
-            'last': self._get_last_step(),
             'handed': self._last_written,
             'due': self._is_due,
             'rows': encode_rows(self._rows),
             'in_log': sorted(self._logged_columns),
             'settings': dict(self._settings),
-            'params': None if self._is_new_fit else self._params,
             **self.saved(),
         }
 
@@ -439,53 +393,21 @@ class Logger(Callback):
         "Continue after the last step of the state; later steps are dropped from the log."
         self._clear()
         self.close()
-        self._n_batches = sd['ba']
         self._interval.load_state_dict(sd['interval'])
         self._step_offset = sd['shift']
-        self._end_step = sd['last']
+        self._is_new_fit = sd['is_new_fit']
         self._last_written = sd['handed']
         self._logged_columns = set(sd['in_log'])
         self._is_new_log = False
         self._kept_step = sd['handed']
-        self._n_batches_at_start = None
         self._settings = {**sd['settings'], **self._settings}
-        self._params = sd['params']
         self._rows = decode_rows(sd['rows'])
         self._is_due = sd['due']
         self.restore(sd)
 
-    def _write_pending(self) -> None:
-        "Write finished steps, so that the log has them if the process is killed."
-        self._write_rows()
-
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the open handle: a copy opens a new one."
         return {**self.__dict__, '_handle': None}
-
-
-class RunLogger(Logger):
-    """Base class of loggers whose backend gives each run an id, with which `open` continues the run.
-
-    `where` returns a folder, or None for a backend without files. Checkpointed: the id, in addition
-    to the state of `Logger`.
-    """
-
-    _id: str | None = None  # id of the run; None before the first `open`
-
-    @override
-    def check(self) -> None:
-        "Raise a typed error if files cannot be written to the folder of the log."
-        folder = self.where()
-        if folder is not None:
-            check_folder(folder, keep_new=True)
-
-    @override
-    def saved(self) -> dict[str, Any]:
-        return {'id': self._id}
-
-    @override
-    def restore(self, sd: dict[str, Any]) -> None:
-        self._id = sd['id']
 
 
 def _close_at_exit(logger: Logger) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
 
@@ -31,8 +30,6 @@ class ConsoleLogger(Logger):
         out: Callable[[str], Any] = print,  # function that receives each line
     ) -> None:
         super().__init__(every)
-        if not callable(out):
-            raise OptionError(f'out={out!r}: give a function that takes a line, such as print.')
         self.out = out
 
     @override
@@ -45,10 +42,6 @@ class ConsoleLogger(Logger):
         "Print one line with the last value of each name."
         latest = {name: value for _, values in rows for name, value in values.items()}
         self.log_metrics(rows[-1][0], latest)
-
-    @override
-    def _write_pending(self) -> None:
-        "Keep finished steps for the next line."
 
     @override
     def _send(self, log: Any, name: str, content: Any) -> None:

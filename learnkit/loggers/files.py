@@ -51,8 +51,6 @@ class _FileLogger(Logger):
     @override
     def where(self) -> Path:
         "Return the path of the file."
-        if self._handle is not None:
-            return self._handle  # `learn.path` may have changed since the file was opened
         return Path(os.path.realpath(self.learn.path / self.fname))
 
     def read_log(self) -> Any:
@@ -68,9 +66,8 @@ class _FileLogger(Logger):
     def check(self) -> None:
         path = self.where()
         check_file(path)
-        is_replaced = self._is_new_log and not self.append
         if path.exists():
-            self.parse(path, _read_lines(path, first_only=is_replaced or self._handle is not None))
+            self.parse(path, _read_lines(path, first_only=True))
 
     @override
     def open(self, keep: int | None) -> tuple[Any, int]:
@@ -83,18 +80,17 @@ class _FileLogger(Logger):
         rows = self.parse(path, text)
         kept = rows if keep is None else self._take_until(rows, keep)
         self._read_columns()
-        if len(kept) < len(rows) or (path.exists() and path.stat().st_size != len(text.encode())):
+        if path.exists():
             with atomic_write(path) as tmp:
                 tmp.write_text(self._format_file(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
 
-    def _take_until(self, rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
+    def _take_until(self, rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
         "Return the rows up to a step, and the configuration after this step if the fit does not log it again."
-        ends = [i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep]
+        ends = [i + 1 for i, row in enumerate(rows) if row.get('step', step + 1) <= step]
         end = max(ends, default=0)
-        if self._params is not None and end < len(rows) and 'params' in rows[end]:
-            end += 1
-        return rows[:end]
+        has_params = not self._is_new_fit and any('params' in row for row in rows[end : end + 1])
+        return rows[: end + has_params]
 
     @override
     def flush(self) -> None:
@@ -102,10 +98,6 @@ class _FileLogger(Logger):
             return
         with self._handle.open('ab') as f:
             os.fsync(f.fileno())
-
-    @override
-    def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        self.write([(step, values)])
 
     @override
     def write(self, rows: Rows) -> None:
@@ -232,12 +224,7 @@ class CSVLogger(_FileLogger):
         for row in reader:
             cells = zip(header, row, strict=False)
             rows.append({name: _as_number(cell) for name, cell in cells if cell != ''})
-        if _have_int_steps(rows):
-            return rows
-        raise OptionError(
-            f'{path} is not a log of CSVLogger: its `step` column has something other than whole numbers. '
-            f'{_ELSEWHERE}'
-        )
+        return rows
 
 
 class JSONLinesLogger(_FileLogger):
@@ -256,7 +243,7 @@ class JSONLinesLogger(_FileLogger):
     [10, 20]
     """
 
-    _suffixes = ('.jsonl', '.ndjson')
+    _suffixes = ('.jsonl',)
 
     def __init__(
         self,
@@ -278,22 +265,16 @@ class JSONLinesLogger(_FileLogger):
     @override
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         try:
-            rows = [json.loads(line) for line in text.splitlines()]
-        except ValueError:
-            rows = [None]
-        are_rows = all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows)
-        if are_rows and _have_int_steps(rows):
-            return rows
-        raise OptionError(
-            f'{path} is not a log of JSONLinesLogger: it has lines that are not steps. {_ELSEWHERE}'
-        )
+            return [json.loads(line) for line in text.splitlines()]
+        except ValueError as e:
+            raise OptionError(f'{path} is not a log of JSONLinesLogger: {e}. {_ELSEWHERE}') from e
 
 
 def _find_logger_class(path: Path) -> type[_FileLogger]:
     for cls in (CSVLogger, JSONLinesLogger):
         if path.suffix in cls._suffixes:
             return cls
-    raise OptionError(f'{path} is not a log: logs end in .csv, .jsonl or .ndjson.')
+    raise OptionError(f'{path} is not a log: logs end in .csv or .jsonl.')
 
 
 def _read_lines(path: Path, first_only: bool = False) -> str:
@@ -301,10 +282,6 @@ def _read_lines(path: Path, first_only: bool = False) -> str:
     with path.open('rb') as f:
         data = f.readline() if first_only else f.read()
     return data[: data.rfind(b'\n') + 1].decode('utf-8', 'replace')
-
-
-def _have_int_steps(rows: list[dict[str, Any]]) -> bool:
-    return all(isinstance(row.get('step', 0), int) for row in rows)
 
 
 def _as_number(text: str) -> Any:

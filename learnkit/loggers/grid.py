@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from learnkit.core.batch import short_repr
-from learnkit.core.errors import OptionError
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import choose_columns
 from learnkit.data.tables import shorten
@@ -31,11 +29,6 @@ def arrange_images(
     "Return images with their captions, as one picture or separately; raise `OptionError` for wrong arguments."
     pixels: Pixels = as_images(images)
     if captions is not None:
-        is_list = isinstance(captions, Sized) and not isinstance(captions, str)
-        if not is_list or len(captions) != len(pixels):
-            raise OptionError(
-                f'captions={short_repr(captions)}: give a list of {len(pixels)}, one for each image.'
-            )
         pixels = add_captions(pixels, captions)
     return make_grid(pixels) if grid else pixels
 
@@ -63,7 +56,7 @@ def make_grid(
 def add_captions(
     images: Pixels,  # bytes (N, H, W, C)
     captions: Sequence[Any],  # text above each image
-) -> Pixels:  # (N, H', W', C)
+) -> Pixels:  # (N, H', W', 3)
     """Write a caption above each image; images narrower than 96 pixels are enlarged by a whole factor.
 
     Raises `MissingExtraError` without Pillow.
@@ -71,31 +64,26 @@ def add_captions(
     >>> add_captions(np.zeros((1, 8, 6, 3), np.uint8), ['cat']).shape
     (1, 143, 96, 3)
     """
+    image_module = import_library('PIL.Image', 'A caption')
+    draw_module = import_library('PIL.ImageDraw', 'A caption')
     scale = max(1, -(-MIN_WIDTH // images.shape[2]))
     images = images.repeat(scale, 1).repeat(scale, 2)
-    n, height, width, channels = images.shape
+    _, height, width, channels = images.shape
     fitted = [_fit_caption(caption, width) for caption in captions]
     top = LINE_HEIGHT * max(caption.count('\n') + 1 for caption in fitted)
-    captioned = np.empty((n, top + height, width, channels), np.uint8)
-    for picture, caption in zip(captioned, fitted, strict=True):
-        # black on white: each channel holds the text
-        picture[:top] = _draw_caption(caption, width, top)[:, :, None]
-        picture[:top, :, 3:] = 255  # opaque
-    captioned[:, top:] = images
-    return captioned
+    pictures = []
+    for pixels, caption in zip(images, fitted, strict=True):
+        picture = image_module.new('RGB', (width, top + height), 'white')
+        picture.paste(
+            image_module.fromarray(pixels[:, :, 0] if channels == 1 else pixels), (0, top)
+        )
+        draw = draw_module.Draw(picture)
+        draw.multiline_text((width / 2, 0), caption, fill='black', anchor='ma', align='center')
+        pictures.append(np.asarray(picture))
+    return np.stack(pictures)
 
 
 def _fit_caption(caption: Any, width: int) -> str:
     "Return the first lines of a caption, shortened to the width of an image."
-    # file names may contain bytes that are not valid text
-    text = str(caption).encode('utf-8', 'replace').decode()
-    lines = text.splitlines()[:MAX_LINES]
+    lines = str(caption).splitlines()[:MAX_LINES]
     return '\n'.join(shorten(line, max(width // CHAR_WIDTH, 4)) for line in lines)
-
-
-def _draw_caption(caption: str, width: int, height: int) -> Pixels:
-    "Return a gray picture (height, width) of a caption."
-    picture = import_library('PIL.Image', 'A caption').new('L', (width, height), 255)
-    draw = import_library('PIL.ImageDraw', 'A caption').Draw(picture)
-    draw.multiline_text((width / 2, 0), caption, fill=0, anchor='ma', align='center')
-    return np.asarray(picture)

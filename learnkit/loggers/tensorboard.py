@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from time import sleep, strftime, time
 from typing import Any
 
 from typing_extensions import override
 
-from learnkit.core.files import as_local_path, check_folder
+from learnkit.core.files import as_local_path
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
@@ -51,31 +51,15 @@ class TensorBoardLogger(Logger):
         return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
     @override
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
-
-    @override
     def open(self, keep: int | None) -> tuple[Any, int]:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(self._run_folder) if self._run_folder else self._choose_folder()
+        if not self._run_folder:
+            name = datetime.now().isoformat('_', 'microseconds').replace(':', '-')
+            self._run_folder = str(self.where() / (name if self.folder is None else ''))
+        folder = Path(self._run_folder)
         found = _last_step(folder) if self._is_new_log and folder.exists() else -1
-        _await_new_second(folder)
         return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
-
-    def _choose_folder(self) -> Path:
-        "Return the given folder, or make a new one."
-        if self.folder is not None:
-            return self.where()
-        name = strftime('%Y-%m-%d_%H-%M-%S')
-        n = 1
-        folder = self.where() / name
-        while folder.exists():
-            n += 1
-            folder = self.where() / f'{name}_{n}'
-        folder.mkdir(parents=True)
-        self._run_folder = str(folder)
-        return folder
 
     @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
@@ -86,7 +70,7 @@ class TensorBoardLogger(Logger):
     def log_params(self, params: dict[str, Any]) -> None:
         lines = json.dumps(params, indent=1).split('\n')  # indented Markdown is shown unchanged
         text = '\n'.join(f'    {line}' for line in lines)
-        self._handle.add_text('params', text, self._end_step + 1)
+        self._handle.add_text('params', text, self._last_written + 1)
 
     @override
     def log_images(self, step: int, name: str, images: Any) -> None:
@@ -113,12 +97,6 @@ class TensorBoardLogger(Logger):
     @override
     def restore(self, sd: dict[str, Any]) -> None:
         self._run_folder = str(from_portable_path(self.learn, sd['folder'], self.folder) or '')
-
-
-def _await_new_second(folder: Path) -> None:
-    "Wait while the name of a file has the current second: TensorBoard reads files in the order of their names."
-    while any(folder.glob(f'events.out.tfevents.{int(time()):010d}.*')):
-        sleep(0.02)
 
 
 def _last_step(folder: Path) -> int:

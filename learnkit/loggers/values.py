@@ -18,7 +18,7 @@ from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
-from learnkit.metrics.base import Mean
+from learnkit.metrics.base import Mean, widen
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -36,25 +36,22 @@ def fetch(
     >>> fetch([{'loss': torch.tensor([0.5]), 'lr': 0.1}])
     [{'loss': 0.5, 'lr': 0.1}]
     """
-    entries = [(i, name, _split_mean(v)) for i, row in enumerate(rows) for name, v in row.items()]
-    tensors: dict[torch.device, list[Tensor]] = {}
-    for _, _, parts in entries:
-        for value in parts:
-            if isinstance(value, Tensor):
-                tensors.setdefault(value.device, []).append(value.detach().reshape(()))
-    numbers = {device: iter(_stack(ts).tolist()) for device, ts in tensors.items()}
+    parts = [part for row in rows for value in row.values() for part in _split_mean(value)]
+    tensors = [part.detach().reshape(()) for part in parts if isinstance(part, Tensor)]
+    device = next((t.device for t in tensors if not t.is_cpu), None)
+    values = torch.stack([widen(t.to(device)) for t in tensors]).tolist() if tensors else []
+    waiting = iter(values)
 
-    def as_number(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return next(numbers[value.device])
-        return value if isinstance(value, (int, float)) else float(value)
+    def read_mean(value: Any) -> float | None:
+        total, count = (
+            next(waiting) if isinstance(part, Tensor) else part for part in _split_mean(value)
+        )
+        if not isinstance(value, Mean):
+            return total
+        return total / count if count else None
 
-    fetched: list[dict[str, Any]] = [{} for _ in rows]
-    for i, name, parts in entries:
-        total, count = map(as_number, parts)
-        if count:
-            fetched[i][name] = total if count == 1 else total / count
-    return fetched
+    means = [{name: read_mean(value) for name, value in row.items()} for row in rows]
+    return [{name: v for name, v in row.items() if v is not None} for row in means]
 
 
 def encode_rows(
@@ -82,11 +79,6 @@ def _load_mean(sd: dict[str, Any]) -> Mean:
 def _split_mean(value: Any) -> tuple[Any, Any]:
     "Return the total and count of a `Mean`; the count of a single value is 1."
     return (value.total, value.count) if isinstance(value, Mean) else (value, 1)
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    wide = torch.float32 if tensors[0].device.type == 'mps' else torch.float64
-    return torch.stack([t.to(wide) for t in tensors])
 
 
 # -- configuration ---------------------------------------------------------------------------------
@@ -119,11 +111,9 @@ def configuration(learn: Learner) -> dict[str, Any]:
     for cb in learn.cbs:
         key = learn.callbacks.keys.get(id(cb), cb.name)
         # constructor arguments that the callback keeps under the same name
-        for name in _list_options(cb):
-            value = cb.__dict__.get(name)
-            is_own_method = hasattr(type(cb), getattr(value, '__name__', ' '))
-            if name in cb.__dict__ and not is_own_method:
-                config[f'callback/{key}/{name}'] = value
+        for name in inspect.signature(type(cb)).parameters:
+            if name in cb.__dict__:
+                config[f'callback/{key}/{name}'] = cb.__dict__[name]
         if defined_on_class(cb, 'configuration'):
             config |= cb.configuration()  # settings that the callback found during the run
     return {name: to_loggable(value) for name, value in config.items()}
@@ -141,14 +131,6 @@ def _optimizer_settings(learn: Learner) -> dict[str, Any]:
         suffix = f'/{i}' if len(hypers) > 1 else ''
         settings |= {f'{name}{suffix}': value for name, value in group.items()}
     return settings
-
-
-def _list_options(cb: Any) -> list[str]:
-    "Return the names of the constructor arguments of a callback."
-    try:
-        return list(inspect.signature(type(cb)).parameters)
-    except (TypeError, ValueError):
-        return []  # some builtins have no signature
 
 
 def to_loggable(value: Any) -> Any:
@@ -179,19 +161,13 @@ def as_images(
     """
     if isinstance(images, (list, tuple)) and images:
         images = torch.stack([torch.as_tensor(i) for i in images])
-    try:
-        t = torch.as_tensor(images).detach()
-    except (TypeError, ValueError, RuntimeError):
-        t = torch.empty(0)
+    t = torch.as_tensor(images).detach()
     while t.ndim in (2, 3):
         t = t[None]
-    if t.ndim != 4 or t.shape[1] not in (1, 3, 4) or not t.numel():
-        what = f'shape {tuple(images.shape)}' if hasattr(images, 'shape') else repr(images)[:80]
+    if t.ndim != 4 or t.shape[1] not in (1, 3, 4):
         raise OptionError(
-            f'Images are tensors (N, C, H, W), (C, H, W) or (H, W) with 1, 3 or 4 channels, got {what}.'
+            f'Images are tensors (N, C, H, W), (C, H, W) or (H, W) with 1, 3 or 4 channels, got {tuple(t.shape)}.'
         )
-    if t.dtype == torch.bool:
-        t = t.float()
     if t.is_floating_point():
         t = t.float().nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(255).round()
     elif t.dtype != torch.uint8:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from math import isclose, isfinite
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,11 +20,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
-from learnkit.core.errors import CancelException, MetricError, did_you_mean
+from learnkit.core.errors import CancelException, MetricError
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.engine.denominator import denominator_of
-from learnkit.metrics.base import Mean, Metric, flatten_mapping, is_scalar, widen
+from learnkit.metrics.base import Mean, Metric, is_scalar, widen
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -37,13 +36,13 @@ RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')
 
 
 class AvgMetric(Mean, Metric):
-    """Average `func(pred, *targets)` over the samples: a number, or a dict of numbers with one column each.
+    """Average `func(pred, *targets)`, a number, over the samples.
 
     A fit also calls `func` with copies of its first training batch, to find errors before anything has changed. A batch
     is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
     `func`, a batch is weighted by its number of targets that are not ignored. The fit also compares the value of that
     batch with the mean of its halves: a warning names a score, such as F1, which is not a mean over batches.
-    Raises `MetricError` if `func` is not callable, and for a result that is neither a number nor a dict of numbers.
+    Raises `MetricError` for a result that is not a number.
 
     >>> mse = torch.nn.functional.mse_loss
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
@@ -56,106 +55,54 @@ class AvgMetric(Mean, Metric):
         name: str | None = None,  # name of the column; None: the name of the function
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
-        if not callable(func):
-            raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
         self.func = func
-        self._name = name
+        self._name = name or _func_name(func)
         self.on = check_on(on)
         self._count = denominator_of(func).count
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
+        self.add(self.try_batch(learn.pred, learn.yb), self._weight(learn))
 
     def _weight(self, learn: Learner) -> Any:
         count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
         return batch_weight(learn) if count is None else count
 
-    @override
-    def add(self, value: Any, weight: Any = 1) -> None:
-        "Add a number or a dict of numbers; with dicts, `total` and `count` are dicts too."
-        if isinstance(value, dict) != isinstance(self.total, dict) and self.count:
-            raise MetricError(
-                f'Metric `{self.name}` gave a dict for some batches, and a number for others.'
-            )
-        if not isinstance(value, dict):
-            return super().add(value, weight)
-        means = self._means() if self.count else {}
-        for key, number in value.items():
-            means.setdefault(key, Mean()).add(number, weight)
-        self.total = {key: mean.total for key, mean in means.items()}
-        self.count = {key: mean.count for key, mean in means.items()}
-
-    def _means(self) -> dict[str, Mean]:
-        "Return the mean of each key of a function that returns dicts."
-        means = {key: Mean() for key in self.total}
-        for key, mean in means.items():
-            mean.total = self.total[key]
-            mean.count = self.count[key]
-        return means
-
-    @property
-    @override
-    def value(self) -> Any:
-        "The mean, or a dict of means; None before the first batch."
-        if not isinstance(self.total, dict):
-            return super().value
-        return {key: mean.value for key, mean in self._means().items()}
-
-    def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        "Return the metric of one batch: a number, a tensor of one element, or a dict of these."
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        "Return the metric of one batch: a number, or a tensor of one element."
         if isinstance(self.func, nn.Module):
             _move_to_device_of(pred, self.func)
-        with _measuring(self.name, pred, yb):
+        with measuring(self.name, pred, yb):
             result = self.func(*to_detach((pred, *yb), cpu=False))
             if is_scalar(result):
                 return result
-            numbers = flatten_mapping(result) if isinstance(result, Mapping) else {}
-            if numbers and all(map(is_scalar, numbers.values())):
-                return numbers
             raise MetricError(
                 f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
             )
 
-    @property
-    @override
-    def name(self) -> str:
-        return self._name or _func_name(self.func)
-
 
 def warn_unless_mean(metric: AvgMetric, learn: Learner) -> None:
     "Warn if the value of a batch is not the mean of the values of its halves, so that batches cannot be averaged."
-    args = learn.pred, *learn.yb
     if type(metric) is not AvgMetric or learn.weight_func is not None:
         return
-    if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(args[0]) > 1 for t in args):
-        return
-    n = len(args[0])
-    whole = AvgMetric(metric.func)
-    halves = AvgMetric(metric.func)
+    if metric._count(learn.yb) is not None:
+        return  # a loss with targets that do not count
     try:
-        for mean, start, end in ((whole, 0, n), (halves, 0, n // 2), (halves, n // 2, n)):
+        half = len(learn.pred) // 2
+        whole, *halves = (
             # copies, because the function may work in place
-            pred, *targs = (t[start:end].detach().clone() for t in args)
-            part: Any = SimpleNamespace(pred=pred, xb=(pred,), yb=tuple(targs))
-            mean.accumulate(part)
+            float(metric.func(*(t[part].detach().clone() for t in (learn.pred, *learn.yb))))
+            for part in (slice(2 * half), slice(half), slice(half, 2 * half))
+        )
     except Exception:
         return  # a function of whole batches, or an error that the caller raises
-    if not _are_close(whole.value, halves.value):
+    mean = sum(halves) / 2
+    if isfinite(whole - mean) and not isclose(whole, mean, rel_tol=1e-2, abs_tol=1e-6):
         warn_user(
-            f'{metric.name} of a batch is {whole.value}, and the mean of its halves is {halves.value}: the mean over '
+            f'{metric.name} of a batch is {whole}, and the mean of its halves is {mean}: the mean over '
             'batches is not its value of the data set. Compute it once over all samples, with `AccumMetric(f)`, or '
             'give `Learner(weight_func=)` if it is a mean over something else than samples.'
         )
-
-
-def _are_close(value: Any, mean: Any) -> bool:
-    "Return True if numbers, or dicts of numbers, are equal up to rounding errors of half precision, or not finite."
-    if isinstance(value, dict):
-        return all(_are_close(number, mean.get(key)) for key, number in value.items())
-    if value is None or mean is None or not isfinite(value - mean):
-        return True
-    return isclose(value, mean, rel_tol=1e-2, abs_tol=1e-6)
 
 
 class AvgLoss(Mean, Metric):
@@ -187,12 +134,12 @@ class SumMetric(Metric):
     """Compute a metric from sums over the data set, such as a ratio or a root, which is not a mean over batches.
 
     Override `sums(pred, *targets)`, which returns the sums of a batch as a tensor or several numbers, and
-    `final(sums)`, which returns the value. The sums stay on their device until the value is read, in float64 if the
-    device supports it. A call with predictions and targets returns their value without changing the state.
+    `final(sums)`, which returns the value, by default the ratio of two sums. The sums stay on their device until the
+    value is read, in float64 if the device supports it. A call with predictions and targets returns their value
+    without changing the state.
 
     >>> class Bias(SumMetric):
     ...     def sums(self, pred, targ): return (pred - targ).sum(), targ.sum()
-    ...     def final(self, sums): return float(sums[0]/sums[1])
     >>> Bias()(torch.tensor([3., 4.]), torch.tensor([2., 2.]))
     0.75
     """
@@ -210,15 +157,11 @@ class SumMetric(Metric):
 
     def sums(self, pred: Any, *targs: Any) -> Any:
         "Return the sums of a batch: a tensor, or a tuple of numbers."
-        raise NotImplementedError(
-            f'{type(self).__name__} is a SumMetric without `sums`: define that method.'
-        )
+        raise NotImplementedError
 
     def final(self, sums: Tensor) -> Any:
         "Return the value from the sums of the data set, on the CPU; None if undefined."
-        raise NotImplementedError(
-            f'{type(self).__name__} is a SumMetric without `final`: define that method.'
-        )
+        return float(sums[0] / sums[1])
 
     @override
     def reset(self) -> None:
@@ -226,24 +169,15 @@ class SumMetric(Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        sums = self._compute(learn.pred, learn.yb)
-        total = self._sums
-        if total is not None and sums.shape != total.shape:
-            raise MetricError(
-                f'Metric `{self.name}` had sums of shape {list(total.shape)}, now of '
-                f'{list(sums.shape)}: has the number of classes changed?'
-            )
-        self._sums = sums if total is None else total.to(sums.device) + sums
+        sums = self.try_batch(learn.pred, learn.yb)
+        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
-        return self.final(self._compute(pred, targs).cpu())
+        return self.final(self.try_batch(pred, targs).cpu())
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        self._compute(pred, yb)
-
-    def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
-        with _measuring(self.name, pred, yb):
+        with measuring(self.name, pred, yb):
             sums = self.sums(*to_detach((pred, *yb), cpu=False))
             return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
 
@@ -267,18 +201,13 @@ class ValueMetric(Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.func = func
-        self.metric_name = metric_name
+        self._name = metric_name or _func_name(func)
         self.on = check_on(on)
 
     @property
     @override
     def value(self) -> Any:
         return self.func()
-
-    @property
-    @override
-    def name(self) -> str:
-        return self.metric_name or _func_name(self.func)
 
 
 class TorchMetric(Metric):
@@ -295,48 +224,36 @@ class TorchMetric(Metric):
         name: str | None = None,  # name of the column; None: the class name in snake_case
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
-        if not _is_torchmetric(metric):
-            raise MetricError(f'{metric!r} has no update, compute and reset.')
         self.metric = metric
-        self._name = name
+        self._name = name or class2attr(metric, 'Metric')
         self.on = check_on(on)
         self._updates = 0
-        self._follows: Any = None  # device that `metric` was moved to
 
     @override
     def reset(self) -> None:
         self.metric.reset()
         self._updates = 0
-        self._follows = None
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        device = getattr(learn.pred, 'device', None)
-        if device != self._follows:
-            _move_to_device_of(learn.pred, self.metric)
-            self._follows = device
+        _move_to_device_of(learn.pred, self.metric)
         self._update(self.metric, learn.pred, learn.yb)
         self._updates += 1
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:
         "Update a copy of the metric, to find errors."
         trial = copy.deepcopy(self.metric)
         _move_to_device_of(pred, trial)
         self._update(trial, pred, yb)
 
     def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        with _measuring(self.name, pred, yb):
+        with measuring(self.name, pred, yb):
             metric.update(*to_detach((pred, *yb), cpu=False))
 
     @property
     @override
     def value(self) -> Any:
         return as_plain_value(self.metric.compute()) if self._updates else None
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._name or class2attr(self.metric, 'Metric')
 
 
 class ModelMetric(TorchMetric):
@@ -443,7 +360,7 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
     if m is None:
         return
     if isinstance(m, type):
-        m = _instantiate(m)
+        m = m()
     whole_set = _make_whole_set_metric(m)
     if isinstance(m, Metric):
         yield m if name is None or name == m.name else _Renamed(m, name)
@@ -493,41 +410,26 @@ def _make_unique(m: Metric, names: set[str]) -> Metric:
     return m if name == m.name else _Renamed(m, name)
 
 
-def _instantiate(cls: type) -> Any:
-    try:
-        return cls()
-    except Exception as e:
-        raise MetricError(
-            f'Metric {cls.__name__} cannot be made without arguments ({e}): give an instance.'
-        ) from e
-
-
 def dry_run(
     metric: Metric,  # metric to check
     pred: Any,  # predictions of a batch
     yb: tuple[Any, ...],  # targets of the batch
-) -> Any:  # value on the batch for an `AvgMetric`, else None
+) -> Any:  # for an `AvgMetric` the value on the batch
     """Check that `metric` can be computed from a batch, without changing its state.
 
     A metric with its own `accumulate` is not checked. Raises `MetricError` from the metric's error."""
     while isinstance(metric, _Renamed):
         metric = metric.metric
     known: Any = metric
-    accumulate = type(metric).accumulate
+    owner = next(cls for cls in type(metric).__mro__ if 'accumulate' in vars(cls))
     try:
-        if accumulate is AvgMetric.accumulate:
-            return known._compute(pred, yb)
-        if accumulate in (SumMetric.accumulate, TorchMetric.accumulate):
-            known._try(pred, yb)
+        return known.try_batch(pred, yb) if 'try_batch' in vars(owner) else None
     except (CancelException, torch.OutOfMemoryError):
         raise
-    except MetricError as e:
-        # the message of a MetricError includes a fix already
-        raise MetricError(f'{e} {_describe_inputs(metric.name, pred, yb)}') from e
     except Exception as e:
-        raise MetricError(
-            f'{_describe_inputs(metric.name, pred, yb)} {_FORM} It raised {type(e).__name__}: {e}'
-        ) from e
+        what = '' if isinstance(e, MetricError) else f'{type(e).__name__}: '
+        lines = f'Metric `{metric.name}`: {what}{e}', *getattr(e, '__notes__', ())
+        raise MetricError('\n'.join(lines)) from e
 
 
 def measures_batches(metric: Metric) -> bool:
@@ -548,43 +450,43 @@ def _stack_sums(sums: Iterable[Any], pred: Any) -> Tensor:
 def batch_weight(learn: Learner) -> Any:
     "Return the weight of a batch in a mean: its number of samples, or `learn.weight_func(xb, yb)`."
     func = getattr(learn, 'weight_func', None)
-    if func is None:
-        return count_samples(learn)
-    return func(learn.xb, learn.yb) if callable(func) else loss_weight(learn)
+    if callable(func):
+        return func(learn.xb, learn.yb)
+    return count_samples(learn) if func is None else loss_weight(learn)
 
 
 def loss_weight(learn: Learner) -> Any:
     "Return the weight of a batch's loss in a mean: the denominator of the loss, or `learn.weight_func(xb, yb)`."
     weights = getattr(learn, 'loss_weights', None)
-    if weights is not None:
-        return weights.weigh_batch(learn, learn.xb, learn.yb)
-    func = getattr(learn, 'weight_func', None)
-    return func(learn.xb, learn.yb) if callable(func) else count_samples(learn)
+    if weights is None:
+        return batch_weight(learn)
+    return weights.weigh_batch(learn, learn.xb, learn.yb)
 
 
 def _move_to_device_of(pred: Any, module: Any) -> None:
     "Move a module or metric to the device of the predictions."
-    if isinstance(pred, Tensor) and hasattr(module, 'to'):
+    if not isinstance(pred, Tensor) or getattr(module, 'device', None) == pred.device:
+        return
+    if hasattr(module, 'to'):
         module.to(pred.device)
 
 
 @contextmanager
-def _measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
+def measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
     "Disable gradients in a context, and add the metric's inputs to its errors."
     try:
         with torch.no_grad():
             yield
     except Exception as e:
-        fix = '' if isinstance(e, MetricError) else f' {_FORM}'  # a MetricError includes a fix
-        e.add_note(_describe_inputs(name, pred, yb) + fix)
+        # a MetricError includes a fix
+        fix = (
+            '' if isinstance(e, MetricError) else ' It gets (pred, *targets), and returns a number.'
+        )
+        e.add_note(
+            f'Metric `{name}` cannot be computed from predictions {describe(pred)} and targets '
+            f'{describe(yb)}.{fix}'
+        )
         raise
-
-
-_FORM = 'It gets (pred, *targets) and has to give one number: wrap it in a function that brings these into its form.'
-
-
-def _describe_inputs(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
-    return f'Metric `{name}` cannot be computed from predictions {describe(pred)} and targets {describe(yb)}.'
 
 
 def _func_name(func: Any) -> str:
@@ -610,6 +512,4 @@ def check_on(on: str | None) -> str | None:
     "Return `on`; raise `MetricError` unless it is None, 'train', 'valid' or 'both'."
     if on is None or on in PHASES:
         return on
-    raise MetricError(
-        f"A metric is on 'train', 'valid' or 'both', got {on!r}.{did_you_mean(str(on), PHASES)}"
-    )
+    raise MetricError(f"A metric is on 'train', 'valid' or 'both', got {on!r}.")

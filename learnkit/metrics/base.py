@@ -55,17 +55,12 @@ class Metric(Accumulates):
     @property
     def value(self) -> Any:
         "The metric of all batches since `reset`; None before the first."
-        raise NotImplementedError(
-            f'{type(self).__name__} is a Metric without a `value`: define that property.'
-        )
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
         "Name of the column; by default the class name in snake_case, without a trailing 'Metric'."
         return self._name or class2attr(self, 'Metric')
-
-    def __repr__(self) -> str:
-        return f'{type(self).__name__}({self.name}{f", on={self.on!r}" if self.on else ""})'
 
 
 class Mean(Accumulates):
@@ -117,7 +112,7 @@ class AvgSmoothLoss(Metric):
 
     A step appends one number to a list. Losses on a device are copied to the host asynchronously in groups. `latest`
     returns the newest smoothed loss on the host; `smooth`, `val` and `value` wait for all losses. A step of weight 0
-    does not change the smoothed loss. The checkpointed state is every loss, its weight and its smoothed value.
+    does not change the smoothed loss. The checkpointed state is every loss and its weight.
 
     >>> from types import SimpleNamespace
     >>> s = AvgSmoothLoss(beta=0.5)
@@ -140,7 +135,6 @@ class AvgSmoothLoss(Metric):
     @override
     def reset(self) -> None:
         self._steps = LossTransfer(self.deferred)
-        self._mark = 0
         self._forget_smoothed()
 
     def _forget_smoothed(self) -> None:
@@ -211,77 +205,50 @@ class AvgSmoothLoss(Metric):
         "The smoothed loss of the last step."
         return torch.tensor(self.smooth[-1], dtype=torch.float32) if self.count else None
 
+    def since(self, n: int) -> tuple[list[float], list[float]]:
+        "Return the unsmoothed losses of the steps after the first `n`, and their weights."
+        self._finish()
+        weights = [float(weight) for weight in self._steps.weights[n:]]
+        return self._steps.losses[n:], weights
+
     def mean_since(
         self,
         n: int,  # number of steps to skip
         reduction: str = 'mean',  # reduction of the loss; 'sum' divides the sum of losses by the weights
     ) -> float:
         "Return the weighted mean of the losses after `n` steps; nan if all weights are 0."
-        self._finish()
-        counted = [
-            (x, w)
-            for x, w in zip(self._steps.losses[n:], self._steps.weights[n:], strict=True)
-            if w
-        ]
+        counted = [(x, w) for x, w in zip(*self.since(n), strict=True) if w]
         if not counted:
             return nan
         total = fsum(x if reduction == 'sum' else x * w for x, w in counted)
         return total / fsum(w for _, w in counted)
 
-    def mark(
-        self,
-        n: int,  # number of steps
-    ) -> None:
-        "Set the step after which `replace` replaces the losses."
-        self._mark = n
-
-    @property
-    def since_mark(self) -> list[float]:
-        "The unsmoothed losses of the steps after the mark."
-        self._finish()
-        return self._steps.losses[self._mark :]
-
-    @property
-    def weights_since_mark(self) -> list[float]:
-        "The weights of the losses after the mark."
-        self._finish()
-        return [float(weight) for weight in self._steps.weights[self._mark :]]
-
     def replace(
         self,
-        losses: list[float],  # losses of all steps after the mark
+        n: int,  # number of steps to keep
+        losses: list[float],  # losses of all steps after these
         weights: list[float] | None = None,  # weights of the losses; None: 1
     ) -> None:
-        "Replace the losses after the mark, by the losses reduced over all ranks."
+        "Replace the losses after `n` steps, by the losses reduced over all ranks."
         self._finish()
-        self._steps.losses[self._mark :] = losses
-        self._steps.weights[self._mark :] = [1.0] * len(losses) if weights is None else weights
+        self._steps.losses[n:] = losses
+        self._steps.weights[n:] = [1.0] * len(losses) if weights is None else weights
         self._forget_smoothed()
-        self._catch_up()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._finish()
-        columns = self._steps.losses, self._steps.weights, self._smooth
-        raw, weights, smooth = (torch.tensor(column, dtype=torch.float64) for column in columns)
-        return {
-            'beta': self.beta,
-            'mean': self._mean,
-            'raw': raw,
-            'weights': weights,
-            'smooth': smooth,
-        }
+        losses, weights = self.since(0)
+        columns = {'raw': losses, 'weights': weights}
+        tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in columns.items()}
+        return {'beta': self.beta, **tensors}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.beta = sd['beta']
-        self._mean = sd['mean']
-        self._steps.losses = sd['raw'].tolist()
-        self._smooth = sd['smooth'].tolist()
-        weights = sd.get('weights')  # absent in checkpoints of older versions
-        self._steps.weights = [1.0] * len(self._smooth) if weights is None else weights.tolist()
-        self._n_counted = sum(map(bool, self._steps.weights))
+        losses = sd['raw'].tolist()
+        # checkpoints of older versions have no weights
+        self.replace(0, losses, sd['weights'].tolist() if 'weights' in sd else None)
 
 
 class LossTransfer:
@@ -295,7 +262,7 @@ class LossTransfer:
         self._defer = deferred  # set by the first loss on a device, to keep the order of all losses
 
     def __len__(self) -> int:
-        in_flight = self._copy.n if self._copy is not None else 0
+        in_flight = len(self._copy.weights) if self._copy is not None else 0
         return len(self.losses) + in_flight + len(self._pending)
 
     def add(
@@ -356,11 +323,9 @@ class _Copy:
     def __init__(self, steps: list[tuple[Tensor, Any]]) -> None:
         losses, self.weights = map(list, zip(*steps, strict=True))
         numbers = torch.stack(losses)
-        self.n = len(steps)
-        if any(isinstance(weight, Tensor) for weight in self.weights):
-            weights = [torch.as_tensor(w, device=numbers.device).reshape(()) for w in self.weights]
-            numbers = torch.cat([widen(numbers), widen(torch.stack(weights))])
-            self.weights = []
+        weights = [weight for weight in self.weights if isinstance(weight, Tensor)]
+        if weights:
+            numbers = torch.cat([widen(numbers), widen(torch.stack(weights).flatten())])
         on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
         self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
         self.host.copy_(numbers, non_blocking=on_cuda)
@@ -373,28 +338,33 @@ class _Copy:
     def wait(self) -> tuple[list[float], list[float]]:
         if self.event is not None:
             self.event.synchronize()
-        numbers = self.host.tolist()
-        return numbers[: self.n], self.weights or numbers[self.n :]
+        numbers = iter(self.host.tolist())
+        losses = [next(numbers) for _ in self.weights]
+        weights = [next(numbers) if isinstance(w, Tensor) else w for w in self.weights]
+        return losses, weights
 
 
-def merged_losses(
+def merge_losses(
     losses: list[list[float]],  # losses of each rank by step
     weights: list[list[float]],  # weights of the losses
     reduction: str = 'mean',  # reduction of the loss; 'sum' adds losses of nonzero weight
-) -> list[float]:
-    """Return the weighted mean over ranks of each step's loss; lists of different length are aligned at the end.
+) -> tuple[list[float], list[float]]:
+    """Return the weighted mean over ranks of each step's loss, and the sum of its weights.
 
-    A step with weight 0 on every rank (of a run with another number of ranks) gets the unweighted mean.
+    Lists of different length are aligned at the end. A step with weight 0 on every rank (of a run with another number
+    of ranks) gets the unweighted mean.
 
-    >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
-    [1.0, 2.25]
+    >>> merge_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
+    ([1.0, 2.25], [1.0, 4.0])
     """
     x = _align(losses)
     w = _align(weights)
+    total = w.sum(0)
     if reduction == 'sum':
-        return torch.where(w == 0, 0, x).sum(0).tolist()
-    weighted_mean = torch.where(w == 0, 0, x * w).sum(0) / w.sum(0)
-    return torch.where(w.sum(0) == 0, x.mean(0), weighted_mean).tolist()
+        merged = torch.where(w == 0, 0, x).sum(0)
+    else:
+        merged = torch.where(total == 0, x.mean(0), torch.where(w == 0, 0, x * w).sum(0) / total)
+    return merged.tolist(), total.tolist()
 
 
 def flatten_mapping(
@@ -411,17 +381,6 @@ def flatten_mapping(
         name = f'{prefix}{key}'
         flat |= flatten_mapping(value, f'{name}_') if isinstance(value, Mapping) else {name: value}
     return flat
-
-
-def merged_weights(
-    weights: list[list[float]],  # weights of each rank by step
-) -> list[float]:
-    """Return the sum over ranks of each step's weight; lists of different length are aligned at the end.
-
-    >>> merged_weights([[1., 3.], [1.]])
-    [1.0, 4.0]
-    """
-    return [fsum(step) for step in _align(weights).T.tolist()]
 
 
 def _align(rows: list[list[float]]) -> Tensor:
@@ -463,14 +422,9 @@ def flatten_pair(
     """
     if pred.numel() == targ.numel():
         return pred.reshape(-1), targ.reshape(-1)
-    fix = 'give one target for each predicted value.'
-    if not targ.is_floating_point():
-        fix += (
-            ' `accuracy` takes class numbers, along another `axis` if they are not last, and `mse` takes '
-            '`F.one_hot(targ)`. One-hot targets become class numbers by `targ.argmax(-1)`.'
-        )
     raise MetricError(
-        f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: {fix}'
+        f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: give one '
+        'target for each predicted value. One-hot targets become class numbers by `targ.argmax(-1)`.'
     )
 
 

@@ -15,7 +15,7 @@ without scikit-learn. Predictions and targets that do not match, and options tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,37 +28,32 @@ from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
-from learnkit.metrics.whole_set import KeptMetric, WholeSet
+from learnkit.metrics.whole_set import KeptMetric
 
 Labels = Sequence[int] | None
-Pair = tuple[Tensor, Tensor]
 
 
 class SklearnScore(KeptMetric):
-    "Base class of scores of scikit-learn; `compute` gets what `prepare` has returned for the batches, as arrays."
+    "Base class of scores of scikit-learn; `prepare` returns -1 for unknown targets, and `compute` gets arrays."
 
     score = ''  # function of scikit-learn, and name of the column
 
     def __init__(
         self,
-        prepare: Callable[
-            ..., Pair
-        ],  # f(predictions, targets) of a batch: classes, targets of which are -1 if unknown
-        on: str | None,
+        on: str | None = None,  # 'train', 'valid' or 'both'
         **options: Any,  # keyword arguments of the function
     ) -> None:
         module = import_library('sklearn.metrics', type(self).__name__)
         self.score_func = partial(getattr(module, self.score), **options)
-        super().__init__(WholeSet(self._check_and_compute, prepare), self.score, on)
+        super().__init__(self.score, on)
 
     @override
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        metric = super()._try(pred, yb)
-        metric.compute()  # also finds options and targets that scikit-learn refuses
-        return metric
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self(pred, *yb)  # finds options and targets that scikit-learn refuses
 
-    def _check_and_compute(self, pred: Tensor, targ: Tensor) -> Any:
-        n_unknown = int((targ < 0).sum())
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        n_unknown = 0 if targ.is_floating_point() else int((targ < 0).sum())
         if n_unknown:
             raise MetricError(
                 f'{self.name}: {n_unknown} targets are not class numbers, from 0 to the number of classes - 1 (of '
@@ -77,25 +72,24 @@ class SklearnScore(KeptMetric):
 # -- one class for each sample ---------------------------------------------------------------------
 
 
-@needs_class_indices
-def _choose_classes(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Pair:
-    best, targ, n = argmax_preds(name, axis, instead, pred, targ)
-    return best, mark_unknown(targ, n)
-
-
 class _ClassScore(SklearnScore):
     "Base class of scores of all classes together."
+
+    instead: str | None = None  # what to use if there are not two classes; None: any number
 
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        on: str | None = None,  # 'train', 'valid' or 'both'
-        instead: str
-        | None = None,  # what to use for another number of classes than 2; None: any number
-        **options: Any,
+        **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
-        prepare = partial(_choose_classes, type(self).__name__, axis, instead)
-        super().__init__(prepare, on, **options)
+        self.axis = axis
+        super().__init__(**options)
+
+    @override
+    @needs_class_indices
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        best, targ, n = argmax_preds(type(self).__name__, self.axis, self.instead, pred, targ)
+        return best, mark_unknown(targ, n)
 
 
 class _AverageScore(_ClassScore):
@@ -107,12 +101,12 @@ class _AverageScore(_ClassScore):
         labels: Labels = None,  # classes to include; None: all
         pos_label: int = 1,  # class scored by 'binary'
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
-        on: str | None = None,  # 'train', 'valid' or 'both'
         **options: Any,
     ) -> None:
-        instead = f"average='macro', 'micro', 'weighted' or None, or {type(self).__name__}Multi for labels"
-        options |= {'pos_label': pos_label, 'average': average, 'zero_division': 0}
-        super().__init__(axis, on, instead if average == 'binary' else None, **options)
+        if average == 'binary':
+            other = f'{type(self).__name__}Multi for labels'
+            self.instead = f"average='macro', 'micro', 'weighted' or None, or {other}"
+        super().__init__(axis, pos_label=pos_label, average=average, zero_division=0, **options)
         self.labels = labels
         self.average = average
 
@@ -176,13 +170,10 @@ class FBeta(_AverageScore):
     def __init__(
         self,
         beta: float,  # weight of recall relative to precision
-        axis: int = -1,  # class dimension
-        labels: Labels = None,  # classes to include; None: all
-        pos_label: int = 1,  # class scored by 'binary'
-        average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        *args: Any,  # arguments of `F1Score`
+        **options: Any,
     ) -> None:
-        super().__init__(axis, labels, pos_label, average, on, beta=beta)
+        super().__init__(*args, beta=beta, **options)
 
 
 class HammingLoss(_ClassScore):
@@ -206,7 +197,7 @@ class MatthewsCorrCoef(_ClassScore):
 
 
 class BalancedAccuracy(_ClassScore):
-    """Mean recall over the occurring classes.
+    """Mean recall over the occurring classes; `adjusted=True` rescales it so that chance is 0 and the maximum is 1.
 
     >>> BalancedAccuracy()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.75
@@ -214,17 +205,11 @@ class BalancedAccuracy(_ClassScore):
 
     score = 'balanced_accuracy_score'
 
-    def __init__(
-        self,
-        axis: int = -1,  # class dimension
-        adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(axis, on, adjusted=adjusted)
-
 
 class CohenKappa(_ClassScore):
     """Agreement beyond chance, `(p_o - p_e)/(1 - p_e)` of observed and expected agreement; NaN for a single class.
+
+    `weights` is the cost at distance d: None for 1, 'linear' for d, 'quadratic' for d*d.
 
     >>> CohenKappa()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
@@ -232,21 +217,8 @@ class CohenKappa(_ClassScore):
 
     score = 'cohen_kappa_score'
 
-    def __init__(
-        self,
-        axis: int = -1,  # class dimension
-        weights: str | None = None,  # cost at distance d: None 1, 'linear' d, 'quadratic' d*d
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(axis, on, weights=weights)
-
 
 # -- any number of labels for each sample ----------------------------------------------------------
-
-
-def _choose_labels(name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
-    probs, targ, _ = flatten_labels(name, sigmoid, pred, targ)
-    return (probs >= thresh).long(), mark_unknown(targ, 2)
 
 
 class _LabelScore(SklearnScore):
@@ -258,19 +230,25 @@ class _LabelScore(SklearnScore):
         sigmoid: bool = True,  # whether the predictions are logits
         labels: Labels = None,  # labels to include; None: all
         average: str | None = 'macro',  # see the module docstring
-        on: str | None = None,  # 'train', 'valid' or 'both'
-        **options: Any,
+        **options: Any,  # `on`, and further options of scikit-learn's function
     ) -> None:
-        prepare = partial(_choose_labels, type(self).__name__, thresh, sigmoid)
-        super().__init__(prepare, on, zero_division=0, **options)
+        super().__init__(**options)
+        self.thresh = thresh
+        self.sigmoid = sigmoid
         self.labels = labels
         self.average = average
 
     @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        probs, targ, _ = flatten_labels(type(self).__name__, self.sigmoid, pred, targ)
+        return (probs >= self.thresh).long(), mark_unknown(targ, 2)
+
+    @override
     def compute(self, pred: Any, targ: Any) -> Any:
         if pred.shape[1] == 1:  # which scikit-learn takes for two classes
-            return self.score_func(targ[:, 0], pred[:, 0])
-        return self.score_func(targ, pred, labels=self.labels, average=self.average)
+            return self.score_func(targ[:, 0], pred[:, 0], zero_division=0)
+        options = {'labels': self.labels, 'average': self.average, 'zero_division': 0}
+        return self.score_func(targ, pred, **options)
 
 
 class F1ScoreMulti(_LabelScore):
@@ -325,25 +303,14 @@ class FBetaMulti(_LabelScore):
     def __init__(
         self,
         beta: float,  # weight of recall relative to precision
-        thresh: float = 0.5,  # probability from which a label is predicted
-        sigmoid: bool = True,  # whether the predictions are logits
-        labels: Labels = None,  # labels to include; None: all
-        average: str | None = 'macro',  # see the module docstring
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        *args: Any,  # arguments of `F1ScoreMulti`
+        **options: Any,
     ) -> None:
-        super().__init__(thresh, sigmoid, labels, average, on, beta=beta)
+        super().__init__(*args, beta=beta, **options)
 
 
-class _AllLabels(SklearnScore):
-    "Base class of scores of all labels together, which are two classes."
-
-    def __init__(
-        self,
-        thresh: float = 0.5,  # probability from which a label is predicted
-        sigmoid: bool = True,  # whether the predictions are logits
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(partial(_choose_labels, type(self).__name__, thresh, sigmoid), on)
+class _AllLabels(_LabelScore):
+    "Base class of scores of all labels together, which are two classes: without `labels` and `average`."
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:

@@ -19,11 +19,7 @@ _PATTERNS = (
     ('higher', 'neg_*loss neg_*error neg_*deviance neg_*_score'),  # scores of scikit-learn
     (
         'neutral',
-        'epoch fit time iter step lr lr/* lr-* mom mom/* mom-* wd wd/* eps beta* weight_decay momentum *_lr '
-        '*_weight *_scale *_size *_steps *_threshold loss_weight/* optim/* profiler/* profiling/* ctx/* '
-        'gradient/* grad/* norm/* l2_norm/* l2_norm_ratio/* cosine/* activations/* throughput/* time/* '
-        'memory/* system/* cpu/* gpu/* cpu_* gpu_* disk_* network_* memory_*_bytes memory_percentage '
-        'train_time/* data/* parameters/*',
+        'epoch fit time iter step lr lr/* lr-* mom mom/* mom-* wd wd/* *_scale *_size *_steps *_threshold',
     ),
     (
         'lower',
@@ -57,13 +53,11 @@ class MetricProperties:
     over built-in patterns (losses, errors, the metrics of `learnkit.metrics`, common metrics of
     torchmetrics). Among declarations, names take precedence over patterns, and later ones over earlier ones.
 
-    Raises `OptionError` for an unknown name, and for contradicting declarations.
+    Raises `OptionError` for an unknown name.
 
     >>> ways = MetricProperties(lower='wer_*', neutral='temperature')
     >>> ways['valid_loss'], ways['night/accuracy'], ways['wer_clean'], ways['temperature']
     ('lower', 'higher', 'lower', 'neutral')
-    >>> ways.comparison('wer_clean') is np.less
-    True
     """
 
     def __init__(
@@ -74,10 +68,8 @@ class MetricProperties:
     ) -> None:
         self._declared: dict[str, str] = {}
         for way, patterns in zip(WAYS, (higher, lower, neutral), strict=True):
-            for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-                known = self._declared.setdefault(pattern.lower(), way)
-                if known != way:
-                    raise OptionError(f'{pattern!r} cannot be both {known} and {way}: choose one.')
+            names = (patterns,) if isinstance(patterns, str) else patterns
+            self._declared |= {name.lower(): way for name in names}
 
     def __getitem__(self, name: str) -> str:
         "Return 'higher', 'lower' or 'neutral'."
@@ -87,8 +79,7 @@ class MetricProperties:
         bare = _strip_prefixes(name)
         raise OptionError(
             f'Nobody has said whether {name!r} is better when it is higher or lower. Declare it: '
-            f'`MetricProperties(higher={bare!r})`, or `lower=`, or `neutral=`, which callbacks take as '
-            '`comp=`.'
+            f'`MetricProperties(higher={bare!r})`, or `lower=`, which callbacks take as `comp=`.'
         )
 
     def get(self, name: str) -> str | None:
@@ -98,13 +89,10 @@ class MetricProperties:
         exact = self._declared.get(whole, self._declared.get(own))
         if exact is not None:
             return exact
-        declared = reversed(self._declared.items())
-        return next(
-            (way for pattern, way in (*declared, *_KNOWN) if _fits(pattern, whole, own)), None
-        )
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.get(name) is not None
+        for pattern, way in (*reversed(self._declared.items()), *_KNOWN):
+            if fnmatchcase(own, pattern) or fnmatchcase(whole, pattern):
+                return way
+        return None
 
     def higher_is_better(self, name: str) -> bool:
         "Return True if higher values are better. Raises `OptionError` for a neutral metric."
@@ -112,13 +100,8 @@ class MetricProperties:
         if way != 'neutral':
             return way == 'higher'
         raise OptionError(
-            f'{name!r} is neutral. To compare it all the same, declare it: '
-            f'`MetricProperties(lower={_strip_prefixes(name)!r})`, or `higher=`.'
+            f'{name!r} is neutral: declare it with `MetricProperties(lower={name!r})`.'
         )
-
-    def comparison(self, name: str) -> Compare:
-        "Return `numpy.greater` or `numpy.less`, for the argument `comp` of callbacks."
-        return np.greater if self.higher_is_better(name) else np.less
 
 
 def as_comparison(
@@ -127,18 +110,17 @@ def as_comparison(
 ) -> Compare:
     """Return a function `comp(new, old)` that is True if `new` is better. Raises `OptionError`.
 
-    >>> as_comparison('lt', 'anything') is np.less, as_comparison(None, 'dice_score') is np.greater
+    >>> as_comparison('less', 'anything') is np.less, as_comparison(None, 'dice_score') is np.greater
     (True, True)
     """
     if comp is None:
         comp = MetricProperties()
     if isinstance(comp, MetricProperties):
-        return comp.comparison(name)
+        return np.greater if comp.higher_is_better(name) else np.less
     if callable(comp):
         return comp
-    named = {'greater': np.greater, 'gt': np.greater, 'less': np.less, 'lt': np.less}
-    if isinstance(comp, str) and comp.lower() in named:
-        return named[comp.lower()]
+    if comp in ('greater', 'less'):
+        return np.greater if comp == 'greater' else np.less
     raise OptionError(
         f'comp={comp!r}: give `greater`, `less`, a function comp(new, old), or MetricProperties.'
     )
@@ -151,7 +133,3 @@ def _strip_prefixes(name: str) -> str:
         last = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', last)
     bare = _PREFIX.sub('', last.lower())
     return _TORCHMETRICS.sub('', bare) or bare
-
-
-def _fits(pattern: str, whole: str, own: str) -> bool:
-    return fnmatchcase(whole, pattern) or ('/' not in pattern and fnmatchcase(own, pattern))

@@ -7,7 +7,6 @@ a user's function over samples. No metric waits for the device at every batch.""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
+from learnkit.metrics.classification import SklearnScore
 from learnkit.metrics.shapes import flatten_classes
-from learnkit.metrics.whole_set import KeptMetric, WholeSet
+from learnkit.metrics.whole_set import KeptMetric
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -94,7 +93,6 @@ def error_rate(
     >>> error_rate(torch.tensor([[.1, .9], [.8, .2], [.7, .3], [.6, .4]]), torch.tensor([1, 0, 0, 1]))
     tensor(0.2500)
     """
-    check_choice('error_rate', pred, axis)
     return 1 - accuracy(pred, targ, axis=axis)
 
 
@@ -108,15 +106,12 @@ def top_k_accuracy(
 ) -> Tensor:
     """Return the fraction of targets whose class is among the `k` highest scores; targets of -100 do not count.
 
-    Raises `MetricError` for fewer than `k` classes, and unless there is one target per prediction.
+    Raises `MetricError` unless there is one target per prediction.
 
     >>> top_k_accuracy(torch.tensor([[.1, .2, .7], [.1, .2, .7]]), torch.tensor([1, 0]), k=2)
     tensor(0.5000)
     """
     scores, targ = flatten_classes('top_k_accuracy', pred, targ, axis)
-    n = scores.shape[1]
-    if not 1 <= k <= n:
-        raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
     return _share((scores.topk(k)[1] == targ[:, None]).any(1), targ)
 
 
@@ -167,7 +162,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
 def msle(pred: Tensor, targ: Tensor) -> Tensor:
     """Return the mean squared error of `log(1 + x)`. Raises `MetricError` for different sizes.
 
-    >>> msle(torch.tensor([0., 1.]), torch.tensor([0., 2*math.e - 1]))
+    >>> msle(torch.tensor([0., 1.]), torch.tensor([0., 4.4366]))
     tensor(0.5000)
     """
     pred, targ = flatten_pair('msle', pred, targ)
@@ -219,80 +214,59 @@ class ExpRMSPE(_RootMean):
 def exp_rmspe(pred: Tensor, targ: Tensor) -> Tensor:
     """Return `sqrt(mean(((exp(targ) - exp(pred))/exp(targ))**2))`; as a metric, of the data set (`ExpRMSPE`).
 
-    >>> exp_rmspe(torch.tensor([0., 1.]) + math.log(1.5), torch.tensor([0., 1.]))
+    >>> exp_rmspe(torch.tensor([1.5, 1.5]).log() + torch.tensor([0., 1.]), torch.tensor([0., 1.]))
     tensor(0.5000)
     """
     return _mean_squared_percentage(pred, targ).sqrt()
 
 
-class _Regression(KeptMetric):
-    "Base class of scores that are computed in float64 from all predictions and targets of the data set."
-
-    def __init__(self, on: str | None = None) -> None:
-        prepare = partial(flatten_pair, self.name)
-        super().__init__(WholeSet(self.compute, prepare), self._name, on)
-
-    def compute(self, pred: Tensor, targ: Tensor) -> float:
-        "Return the value on the data set."
-        raise NotImplementedError
+def flatten_numbers(name: str, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+    "Flatten predictions and targets of a regression, in float64."
+    pred, targ = flatten_pair(name, pred, targ)
+    return widen(pred), widen(targ)
 
 
-def _spread(values: Tensor) -> Tensor:
-    "Return deviations from the mean; of constant values, exactly 0 instead of rounding errors."
-    return values - values[0] if (values == values[0]).all() else values - values.mean()
-
-
-def _explain(residuals: Tensor, targ: Tensor) -> float:
-    "Return the explained fraction; for constant targets 1 or 0, as in scikit-learn."
-    residual, total = residuals.square().sum(), _spread(targ).square().sum()
-    return float(1 - residual / total) if total else float(residual == 0)
-
-
-class R2Score(_Regression):
+class R2Score(SklearnScore):
     """Coefficient of determination, `1 - sum((t - p)**2)/sum((t - mean(t))**2)`; NaN for fewer than two samples.
 
     >>> R2Score()(torch.tensor([1., 2., 4.]), torch.tensor([1., 2., 3.]))
     0.5
     """
 
-    _name = 'r2_score'
+    score = 'r2_score'
 
     @override
-    def compute(self, pred: Tensor, targ: Tensor) -> float:
-        pred, targ = widen(pred), widen(targ)
-        return _explain(targ - pred, targ) if len(targ) > 1 else math.nan
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        return flatten_numbers(self.name, pred, targ)
 
 
-class ExplainedVariance(_Regression):
+class ExplainedVariance(R2Score):
     """Explained variance, `1 - var(t - p)/var(t)`, which ignores a constant offset.
 
     >>> ExplainedVariance()(torch.tensor([2., 3., 4.]), torch.tensor([1., 2., 3.]))
     1.0
     """
 
-    _name = 'explained_variance_score'
-
-    @override
-    def compute(self, pred: Tensor, targ: Tensor) -> float:
-        pred, targ = widen(pred), widen(targ)
-        return _explain(_spread(targ - pred), targ) if len(targ) else math.nan
+    score = 'explained_variance_score'
 
 
-class PearsonCorrCoef(_Regression):
+class PearsonCorrCoef(KeptMetric):
     """Pearson correlation, `cov(p, t)/(std(p)*std(t))`; NaN if either is constant.
 
     >>> round(PearsonCorrCoef()(torch.tensor([1., 2., 3.]), torch.tensor([3., 2., 1.])), 6)
     -1.0
     """
 
-    _name = 'pearsonr'
+    def __init__(self, on: str | None = None) -> None:
+        super().__init__('pearsonr', on)
 
     @override
-    def compute(self, pred: Tensor, targ: Tensor) -> float:
-        if len(targ) < 2:
-            return math.nan
-        p, t = _spread(widen(pred)), _spread(widen(targ))
-        return float(((p @ t) / (p.norm() * t.norm())).clamp(-1, 1))
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        return flatten_numbers(self.name, pred, targ)
+
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Tensor:
+        return torch.corrcoef(torch.stack([pred, targ]))[0, 1]
 
 
 # -- losses and probabilities ----------------------------------------------------------------------
@@ -301,8 +275,7 @@ class PearsonCorrCoef(_Regression):
 class BrierScore(SumMetric):
     """Mean squared error of the softmax, `sum_c (p_c - [t == c])**2`, halved for two classes, as in scikit-learn.
 
-    fastai's version uses the predicted class, which gives an error rate; this version uses probabilities. Reading the
-    value raises `MetricError` if any target is not a class.
+    fastai's version uses the predicted class, which gives an error rate; this version uses probabilities.
 
     >>> round(BrierScore()(torch.tensor([[.25, .75]]).log(), torch.tensor([1])), 4)
     0.0625
@@ -317,24 +290,14 @@ class BrierScore(SumMetric):
         self.axis = axis
 
     @override
-    def sums(self, pred: Tensor, targ: Tensor) -> Any:
+    @needs_class_indices
+    def sums(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Any]:
         scores, targ = flatten_classes(self.name, pred, targ, self.axis)
         p = widen(scores).softmax(1)
-        n_classes = scores.shape[1]
-        # invalid targets are counted and reported by `final`, so that no batch waits for the device
-        classes = targ.long().clamp(0, n_classes - 1)
-        squares = (p * p).sum(1) - 2 * p.gather(1, classes[:, None])[:, 0] + 1
-        return squares.sum() / (2 if n_classes == 2 else 1), targ.numel(), (classes != targ).sum()
+        squares = (p * p).sum(1) - 2 * p.gather(1, targ.long()[:, None])[:, 0] + 1
+        return squares.sum() / (2 if scores.shape[1] == 2 else 1), targ.numel()
 
-    @override
-    def final(self, sums: Tensor) -> float:
-        total, n, n_unknown = sums.tolist()
-        if not n_unknown:
-            return total / n if n else math.nan
-        raise MetricError(
-            f'{self.name}: {n_unknown:.0f} of {n:.0f} targets are not class numbers, from 0 to the '
-            'number of classes - 1. Leave out what is not to count, in `before_batch`.'
-        )
+    prepare = sums  # a Learner checks that its targets are classes
 
 
 class BrierScoreMulti(SumMetric):
@@ -358,10 +321,6 @@ class BrierScoreMulti(SumMetric):
         if self.sigmoid:
             p = p.sigmoid()
         return (p - t).square().sum(), t.numel()
-
-    @override
-    def final(self, sums: Tensor) -> float:
-        return float(sums[0] / sums[1])
 
 
 class Perplexity(AvgLoss):

@@ -6,7 +6,6 @@ few scores round to the same number. Constructors raise `MissingExtraError` with
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,16 @@ from typing_extensions import override
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
-from learnkit.metrics.base import flatten_pair, widen
+from learnkit.metrics.base import widen
 from learnkit.metrics.classification import SklearnScore
+from learnkit.metrics.functional import PearsonCorrCoef
 from learnkit.metrics.shapes import (
-    check_average,
     check_two_classes,
     flatten_classes,
     flatten_labels,
     mark_unknown,
 )
-from learnkit.metrics.whole_set import KeptMetric, WholeSet
+from learnkit.metrics.whole_set import KeptMetric
 
 Pair = tuple[Tensor, Tensor]
 
@@ -37,11 +36,7 @@ class _AreaScore(SklearnScore):
     A column needs a positive target; for an area, a negative target too. The score is NaN for other columns, which an
     average leaves out, and if no column is left."""
 
-    def __init__(
-        self, prepare: Any, average: str | None = 'macro', on: str | None = None, **options: Any
-    ) -> None:
-        super().__init__(prepare, on, **options)
-        self.average = average
+    average: str | None = 'macro'  # 'macro', 'micro', 'weighted' or None
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:
@@ -54,30 +49,8 @@ class _AreaScore(SklearnScore):
             scores[i] = self.score_func(targ[:, i], pred[:, i])
         if self.average is None:
             return scores
-        weights = counts if self.average == 'weighted' else np.ones_like(counts)
-        return (scores * weights)[defined].sum() / weights[defined].sum()
-
-
-@needs_class_indices
-def _rank_classes(name: str, axis: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the softmax of the scores, (N, C), and the targets, (N,)."
-    scores, targ = flatten_classes(name, pred, targ, axis)
-    return widen(scores).softmax(1), mark_unknown(targ, scores.shape[1])
-
-
-@needs_class_indices
-def _rank_class(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the softmax of class `label` of two, and whether the class is the target, both (N, 1)."
-    check_two_classes(name, pred, axis, 'RocAuc, or RocAucMulti for labels')
-    probs, targ = _rank_classes(name, axis, pred, targ)
-    is_label = torch.where(targ < 0, targ, (targ == label).long())
-    return probs[:, [label]], is_label[:, None]
-
-
-def _rank_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the scores of the labels, and the targets, both (N, L)."
-    probs, targ, _ = flatten_labels(name, sigmoid, widen(pred), targ)
-    return probs, mark_unknown(targ, 2)
+        weights = {'macro': defined, 'micro': defined, 'weighted': counts}[self.average]
+        return np.nansum(scores * weights) / (weights * defined).sum()
 
 
 class RocAuc(_AreaScore):
@@ -94,36 +67,48 @@ class RocAuc(_AreaScore):
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        average: str | None = 'macro',  # 'macro', 'weighted' or None
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
+        **options: Any,  # `on`, and options of scikit-learn's function, such as `max_fpr`
     ) -> None:
-        check_average(average, ('macro', 'weighted'))
-        super().__init__(partial(_rank_classes, 'RocAuc', axis), average, on)
+        super().__init__(**options)
+        self.axis = axis
+        self.average = average
+
+    @override
+    @needs_class_indices
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        "Return the softmax of the scores, (N, C), and the targets, (N,)."
+        scores, targ = flatten_classes(type(self).__name__, pred, targ, self.axis)
+        return widen(scores).softmax(1), mark_unknown(targ, scores.shape[1])
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:
         return super().compute(pred, targ[:, None] == np.arange(pred.shape[1]))
 
 
-class RocAucBinary(_AreaScore):
+class RocAucBinary(RocAuc):
     """Area under the ROC curve of the second of two classes, by softmax; NaN if only one class occurs.
 
     >>> RocAucBinary()(torch.tensor([[0., 3.], [0., 1.], [0., 2.]]), torch.tensor([1, 0, 0]))
     1.0
     """
 
-    score = 'roc_auc_score'
+    pos_label = 1  # positive class
 
-    def __init__(
-        self,
-        axis: int = -1,  # class dimension
-        max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(partial(_rank_class, 'RocAucBinary', axis, 1), on=on, max_fpr=max_fpr)
+    @override
+    @needs_class_indices
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        instead = 'RocAuc, or RocAucMulti for labels'
+        check_two_classes(type(self).__name__, pred, self.axis, instead)
+        return super().prepare(pred, targ)
+
+    @override
+    def compute(self, pred: Any, targ: Any) -> Any:
+        scores = pred[:, self.pos_label, None]
+        return _AreaScore.compute(self, scores, targ[:, None] == self.pos_label)
 
 
-class APScoreBinary(_AreaScore):
+class APScoreBinary(RocAucBinary):
     """Average precision, `sum_n (R_n - R_{n-1})*P_n`, of one of two classes; NaN if the class does not occur.
 
     >>> round(APScoreBinary()(torch.tensor([[0., 3.], [0., 2.], [0., 1.]]), torch.tensor([1, 0, 1])), 4)
@@ -135,26 +120,15 @@ class APScoreBinary(_AreaScore):
     def __init__(
         self,
         axis: int = -1,  # class dimension
+        average: str | None = 'macro',  # of no effect, as in fastai
         pos_label: int = 1,  # positive class
-        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,  # `on`
     ) -> None:
-        super().__init__(partial(_rank_class, 'APScoreBinary', axis, pos_label), on=on)
+        super().__init__(axis, average, **options)
+        self.pos_label = pos_label
 
 
-class _LabelArea(_AreaScore):
-    "Base class of ranking scores of labels."
-
-    def __init__(
-        self,
-        sigmoid: bool = True,  # whether the predictions are logits
-        average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        check_average(average, ('macro', 'micro', 'weighted'))
-        super().__init__(partial(_rank_labels, type(self).__name__, sigmoid), average, on)
-
-
-class RocAucMulti(_LabelArea):
+class RocAucMulti(_AreaScore):
     """Average area under the ROC curve of each label; labels that never or always occur are excluded.
 
     >>> RocAucMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
@@ -163,8 +137,24 @@ class RocAucMulti(_LabelArea):
 
     score = 'roc_auc_score'
 
+    def __init__(
+        self,
+        sigmoid: bool = True,  # whether the predictions are logits
+        average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
+        **options: Any,  # `on`
+    ) -> None:
+        super().__init__(**options)
+        self.sigmoid = sigmoid
+        self.average = average
 
-class APScoreMulti(_LabelArea):
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        "Return the scores of the labels, and the targets, both (N, L)."
+        probs, targ, _ = flatten_labels(type(self).__name__, self.sigmoid, widen(pred), targ)
+        return probs, mark_unknown(targ, 2)
+
+
+class APScoreMulti(RocAucMulti):
     """Mean of the labels' average precision; labels that do not occur are excluded (fastai counts them as 0).
 
     >>> APScoreMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
@@ -174,25 +164,23 @@ class APScoreMulti(_LabelArea):
     score = 'average_precision_score'
 
 
-class SpearmanCorrCoef(KeptMetric):
+class SpearmanCorrCoef(PearsonCorrCoef):
     """Spearman correlation, the Pearson correlation of ranks; NaN if either side is constant.
 
     >>> round(SpearmanCorrCoef()(torch.tensor([1., 2., 30.]), torch.tensor([1., 4., 5.])), 4)
     1.0
     """
 
-    _name = 'spearmanr'
-
     def __init__(self, on: str | None = None) -> None:
-        func = import_library('torchmetrics.functional', 'SpearmanCorrCoef').spearman_corrcoef
-        super().__init__(WholeSet(func, partial(_match_dtypes, 'SpearmanCorrCoef')), self._name, on)
+        super().__init__(on)
+        self._name = 'spearmanr'
+        self._score = import_library(
+            'torchmetrics.functional', 'SpearmanCorrCoef'
+        ).spearman_corrcoef
 
-
-def _match_dtypes(name: str, pred: Tensor, targ: Tensor) -> Pair:
-    "Return predictions and targets of a regression in a common dtype, float32 or wider."
-    pred, targ = flatten_pair(name, pred, targ)
-    dtype = torch.promote_types(torch.promote_types(pred.dtype, targ.dtype), torch.float32)
-    return pred.to(dtype), targ.to(dtype)
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        return self._score(pred, targ)
 
 
 class CorpusBLEUMetric(KeptMetric):
@@ -205,28 +193,25 @@ class CorpusBLEUMetric(KeptMetric):
     1.0
     """
 
-    _name = 'corpus_bleu'
-
     def __init__(self, vocab_sz: int = 5000, axis: int = -1, on: str | None = None) -> None:
-        bleu = import_library('torchmetrics.functional.text', 'CorpusBLEUMetric').bleu_score
-        score = partial(_score_sentences, bleu)
-        super().__init__(WholeSet(score, partial(_end_sentences, axis)), self._name, on)
+        super().__init__('corpus_bleu', on)
+        self.axis = axis
+        self._score = import_library('torchmetrics.functional.text', 'CorpusBLEUMetric').bleu_score
 
+    @override
+    def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
+        "Return predicted and target tokens (N,), where -1 ends each sentence: batches may differ in length."
+        tokens = pred.argmax(dim=self.axis)
+        if tokens.shape != targ.shape:
+            raise MetricError(
+                f'CorpusBLEUMetric: predictions {list(pred.shape)} are to be (B, T, C), with the tokens along axis '
+                f'{self.axis}, and targets {list(targ.shape)} (B, T).'
+            )
+        end = tokens.new_full((len(tokens), 1), -1)
+        pred, targ = (torch.cat([t, end.to(t)], 1).flatten() for t in (tokens, targ))
+        return pred, targ
 
-def _end_sentences(axis: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return predicted and target tokens (N,), where -1 ends each sentence: batches may differ in length."
-    tokens = pred.argmax(dim=axis)
-    if tokens.dim() != 2 or tokens.shape != targ.shape:
-        raise MetricError(
-            f'CorpusBLEUMetric: predictions {list(pred.shape)} and targets {list(targ.shape)} are to '
-            f'be (B, T, C), with the tokens along axis {axis}, and (B, T).'
-        )
-    end = tokens.new_full((len(tokens), 1), -1)
-    pred, targ = (torch.cat([t, end.to(t)], 1).flatten() for t in (tokens, targ))
-    return pred, targ
-
-
-def _score_sentences(score: Any, pred: Tensor, targ: Tensor) -> Any:
-    "Compute the score of sentences that end in -1."
-    preds, targs = (' '.join(map(str, t.tolist())).split(' -1')[:-1] for t in (pred, targ))
-    return score(preds, [[sentence] for sentence in targs])
+    @override
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        preds, targs = (' '.join(map(str, t.tolist())).split(' -1')[:-1] for t in (pred, targ))
+        return self._score(preds, [[sentence] for sentence in targs])

@@ -4,7 +4,6 @@ Pixels are counted over the whole data set, so that values do not depend on the 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +37,6 @@ class ForegroundAcc(SumMetric):
         mask = (targ != self.bkg_idx) & (targ != IGNORED)
         return ((best == targ) & mask).sum(), mask.sum()
 
-    @override
-    def final(self, sums: Tensor) -> float:
-        return float(sums[0] / sums[1])
-
 
 @whole_set_metric(ForegroundAcc)
 def foreground_acc(
@@ -59,19 +54,6 @@ def foreground_acc(
     return right / n
 
 
-@needs_class_indices
-def count_pixels(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Tensor:
-    """Return the correct predictions, predictions and targets of each class, shape (3, C).
-
-    Predictions for targets of -100 do not count. Other targets that are no class match nothing."""
-    best, targ, n = argmax_preds(name, axis, instead, pred, targ)
-    best = torch.where(targ == IGNORED, n, best)
-    targ = torch.where((targ >= 0) & (targ < n), targ, n).long()
-    rows = torch.stack([torch.where(best == targ, targ, n), best, targ])
-    # unlike `bincount`, without waiting for a device
-    return rows.new_zeros(3, n + 1).scatter_add_(1, rows, torch.ones_like(rows))[:, :n]
-
-
 class _PixelScore(SumMetric):
     "Base class of scores of pixels, from their counts."
 
@@ -84,12 +66,22 @@ class _PixelScore(SumMetric):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__(None, on)
-        # its mark makes a Learner check the targets of its first batch
-        self.prepare = partial(count_pixels, type(self).__name__, axis, self.instead)
+        self.axis = axis
 
     @override
+    @needs_class_indices
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
-        return self.prepare(pred, targ)
+        """Return the correct predictions, predictions and targets of each class, shape (3, C).
+
+        Predictions for targets of -100 do not count. Other targets that are no class match nothing."""
+        best, targ, n = argmax_preds(type(self).__name__, self.axis, self.instead, pred, targ)
+        best = torch.where(targ == IGNORED, n, best)
+        targ = torch.where((targ >= 0) & (targ < n), targ, n).long()
+        rows = torch.stack([torch.where(best == targ, targ, n), best, targ])
+        # unlike `bincount`, without waiting for a device
+        return rows.new_zeros(3, n + 1).scatter_add_(1, rows, torch.ones_like(rows))[:, :n]
+
+    prepare = sums  # a Learner checks that its targets are classes
 
     @override
     def final(self, sums: Tensor) -> float | None:

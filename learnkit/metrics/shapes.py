@@ -12,15 +12,6 @@ from learnkit.metrics.base import flatten_pair
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
 
 
-def check_average(average: str | None, known: tuple[str, ...]) -> None:
-    "Raise `MetricError` for an unknown average."
-    if average is None or average in known:
-        return
-    raise MetricError(
-        f'average={average!r}: use one of {", ".join(map(repr, known))}, or None for a value per class.'
-    )
-
-
 def flatten_classes(
     name: str,  # name of the metric, for the message
     pred: Tensor,  # scores, with the classes along `axis`
@@ -34,12 +25,8 @@ def flatten_classes(
     """
     check_choice(name, pred, axis)
     scores = pred.movedim(axis, -1)
-    if targ.numel() * scores.shape[-1] == scores.numel():
-        return scores.reshape(-1, scores.shape[-1]), targ.reshape(-1)
-    raise MetricError(
-        f'{name}: predictions of shape {tuple(pred.shape)}, with {scores.shape[-1]} classes along axis '
-        f'{axis}, do not fit targets of shape {tuple(targ.shape)}: give one class number for each.'
-    )
+    _, targ = flatten_pair(name, scores[..., 0], targ)
+    return scores.reshape(-1, scores.shape[-1]), targ
 
 
 def check_two_classes(name: str, pred: Tensor, axis: int, instead: str) -> None:
@@ -68,8 +55,7 @@ def flatten_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prep
         pred, targ = (t[:, None] for t in flatten_pair(name, pred, targ))
     if pred.shape != targ.shape:
         raise MetricError(
-            f'{name}: predictions of shape {tuple(pred.shape)} do not fit targets of shape '
-            f'{tuple(targ.shape)}: give 0 or 1 for each label, shape (B, L).'
+            f'{name}: {tuple(pred.shape)} labels do not fit targets of shape {tuple(targ.shape)}: give 0 or 1 for each.'
         )
     n = pred.shape[1]
     pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (pred, targ))

@@ -5,11 +5,7 @@ The state is collected from attributes, so that a metric needs no code for its s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from enum import Enum
-from functools import partial
-from pathlib import PurePath
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,13 +15,8 @@ from torch import Tensor
 from learnkit.core.errors import MetricError
 from learnkit.core.plain import ATOMS, clone_view, map_plain
 
-TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
 
-
-def collect_accumulated(
-    o: Any,
-    but: Collection[str] = (),  # attributes to leave out
-) -> dict[str, Any]:
+def collect_accumulated(o: Any) -> dict[str, Any]:
     """Return the accumulated state of an object, as plain values by attribute name.
 
     The state is all attributes that are tensors, numbers, strings, None, and lists, tuples and dicts of these, and the
@@ -37,20 +28,13 @@ def collect_accumulated(
     >>> collect_accumulated(Best(k=2))
     {'seen': [3.0, 5.0]}
     """
-    if is_torchmetrics(o):
-        return _collect_torchmetrics(o)
     options = _list_options(type(o))
     state: dict[str, Any] = {}
     for name, value in vars(o).items():
-        if name in but or name.startswith('__'):  # fastcore's `store_attr` keeps a list of options
-            continue
         if is_metric(value):
-            own = _has_own_state(value)
-            state[f'{name}/'] = value.state_dict() if own else collect_accumulated(value)
-            continue
-        is_option = name.lstrip('_') in options
-        if not (is_option or isinstance(value, TOOLS) or callable(value)):
-            state[name] = _make_plain(value, f'its attribute `{name}`')
+            state[f'{name}/'] = _collect_inner(value)
+        elif name.lstrip('_') not in options and not callable(value):
+            state[name] = map_plain(value, _to_plain, f'its attribute `{name}`')
     return state
 
 
@@ -58,50 +42,57 @@ def restore_accumulated(
     o: Any,  # object after its reset
     sd: Mapping[str, Any],  # return value of `collect_accumulated`, not changed
 ) -> None:
-    "Restore an accumulated state. Raises `MetricError` for the state of another object."
-    if is_torchmetrics(o):
-        return _restore_torchmetrics(o, sd)
+    "Restore an accumulated state."
     for name, value in sd.items():
-        if not name.endswith('/'):
+        if name.endswith('/'):
+            _restore_inner(vars(o)[name[:-1]], value)
+        else:
             setattr(o, name, _copy(value))
-            continue
-        metric = vars(o).get(name[:-1])
-        if not is_metric(metric):
-            raise MetricError(
-                f'{type(o).__name__} has no metric `{name[:-1]}` to which its state could be loaded.'
-            )
-        load = (
-            metric.load_state_dict
-            if _has_own_state(metric)
-            else partial(restore_accumulated, metric)
-        )
-        load(value)
 
 
-def _has_own_state(metric: Any) -> bool:
-    "Return True for a metric whose own methods collect and restore its state."
-    return hasattr(metric, 'state_dict') and not is_torchmetrics(metric)
+def _collect_inner(metric: Any) -> dict[str, Any]:
+    if is_torchmetrics(metric):
+        return collect_torchmetrics(metric)
+    return metric.state_dict() if hasattr(metric, 'state_dict') else collect_accumulated(metric)
+
+
+def _restore_inner(metric: Any, sd: Mapping[str, Any]) -> None:
+    if is_torchmetrics(metric):
+        _restore_torchmetrics(metric, sd)
+    elif hasattr(metric, 'load_state_dict'):
+        metric.load_state_dict(sd)
+    else:
+        restore_accumulated(metric, sd)
 
 
 def is_metric(o: Any) -> bool:
-    "Return True for a metric of learnkit, a mean, or an object like a torchmetrics metric."
-    if isinstance(o, type) or not hasattr(o, 'reset'):
-        return False
-    return (
-        hasattr(o, 'accumulate')
-        or hasattr(o, 'merge')
-        or (hasattr(o, 'update') and hasattr(o, 'compute'))
-    )
+    "Return True for a metric or mean of learnkit, a metric of fastai, or an object like those of torchmetrics."
+    return any(hasattr(o, name) for name in ('sum_reduced', 'accumulate', 'compute'))
 
 
 def _list_options(cls: type) -> set[str]:
-    "Return the names of all constructor arguments, except for fields of dataclasses, which may be state."
-    names = {'on'}
-    for c in cls.__mro__[:-1]:
-        if '__init__' in vars(c) and '__dataclass_fields__' not in vars(c):
-            with suppress(TypeError, ValueError):
-                names |= set(inspect.signature(vars(c)['__init__']).parameters)
-    return {name.lstrip('_') for name in names}
+    "Return the names of all constructor arguments."
+    inits = [vars(c)['__init__'] for c in cls.__mro__[:-1] if '__init__' in vars(c)]
+    names = {name for init in inits for name in inspect.signature(init).parameters}
+    return {'on', *(name.lstrip('_') for name in names)}
+
+
+def _to_plain(value: Any, where: str) -> Any:
+    "Convert an entry of a state; a tensor is copied if it is a view of a larger storage."
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Tensor):
+        return clone_view(value)
+    if type(value) in ATOMS:
+        return value
+    raise MetricError(f'{where} is a {type(value).__name__}')
+
+
+def _copy(value: Any, device: Any = None) -> Any:
+    "Copy a nested value and its tensors, to a device if given."
+    return map_plain(
+        value, lambda v, _: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v
+    )
 
 
 # -- torchmetrics ----------------------------------------------------------------------------------
@@ -112,13 +103,13 @@ def is_torchmetrics(o: Any) -> bool:
     return isinstance(o, torch.nn.Module) and hasattr(o, 'metric_state')
 
 
-def _collect_torchmetrics(o: Any) -> dict[str, Any]:
-    "Return the states and counters of a torchmetrics object and the metrics in it, by path."
-    for m in o.modules():
-        if hasattr(m, 'compute_groups'):
-            m.values(copy_state=False)  # copies the shared state of a compute group to its members
+def collect_torchmetrics(o: Any) -> dict[str, Any]:
+    "Return the states and numbers of updates of a torchmetrics object and the metrics in it, by path."
     return {
-        path: {'states': _make_plain(m.metric_state, 'its state'), 'counts': _list_counts(m)}
+        path: {
+            'states': map_plain(m.metric_state, _to_plain, 'its state'),
+            'n_updates': m.update_count,
+        }
         for path, m in list_parts(o).items()
     }
 
@@ -128,62 +119,18 @@ def list_parts(o: Any) -> dict[str, Any]:
     return {path: m for path, m in o.named_modules() if hasattr(m, 'add_state')}
 
 
-def _list_counts(m: Any) -> dict[str, Any]:
-    "Return the numbers among a torchmetrics object's attributes that are not options, by name."
-    skipped = {'computed', 'forward_cache', *m.metric_state, *_list_options(type(m))}
-    numbers = {k: v for k, v in vars(m).items() if type(v) in (int, float)}
-    return {k: v for k, v in numbers.items() if k.lstrip('_') not in skipped}
-
-
 def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
-    "Restore the states and counters of a torchmetrics object and the metrics in it."
-    metrics = list_parts(o)
-    if set(metrics) != set(sd) or not all(
-        _fits(m, sd[path]['states']) for path, m in metrics.items()
-    ):
-        raise MetricError(
-            f'The state does not fit this {type(o).__name__}: other metrics, or other sizes.'
-        )
-    for path, m in metrics.items():
-        for k, v in sd[path]['states'].items():
-            setattr(m, k, _copy(v, m.device))
-        for k, v in sd[path]['counts'].items():
-            setattr(m, k, v)
-        m._computed = None  # the cached value belongs to other batches
+    for path, m in list_parts(o).items():
+        set_states(m, _copy(sd[path]['states'], m.device), sd[path]['n_updates'])
 
 
-def _fits(m: Any, states: Mapping[str, Any]) -> bool:
-    "Return True if states have the names, types and sizes of a torchmetrics object's states."
-    current = m.metric_state
-    return set(current) == set(states) and all(
-        type(v) is type(states[k])
-        and (not isinstance(v, Tensor) or v.numel() in (1, states[k].numel()))
-        for k, v in current.items()
-    )
-
-
-# -- plain values ----------------------------------------------------------------------------------
-
-
-def _make_plain(value: Any, what: str) -> Any:
-    """Copy containers, but not tensors, except for views of a larger storage.
-
-    Raises `MetricError` for a value of another type; `what` names it in the message."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if type(value) in ATOMS:
-        return value
-    if isinstance(value, Tensor):
-        return clone_view(value)
-    if type(value) in (list, tuple):
-        return type(value)(_make_plain(v, what) for v in value)
-    if type(value) is dict and all(type(k) in ATOMS for k in value):
-        return {k: _make_plain(v, what) for k, v in value.items()}
-    raise MetricError(f'{what} holds a {type(value).__name__}')
-
-
-def _copy(value: Any, device: Any = None) -> Any:
-    "Copy a nested value and its tensors, to a device if given."
-    return map_plain(
-        value, lambda v, _: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v
-    )
+def set_states(
+    m: Any,  # torchmetrics object
+    states: Mapping[str, Any],  # states by name
+    n_updates: int,  # number of updates that the states have seen
+) -> None:
+    "Set the states of a torchmetrics object."
+    for name, value in states.items():
+        setattr(m, name, value)
+    m._update_count = n_updates
+    m._computed = None  # the cached value belongs to other batches

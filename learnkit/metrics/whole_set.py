@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.errors import MetricError, did_you_mean
+from learnkit.core.batch import to_detach
+from learnkit.core.errors import MetricError
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.validation import check_choice
-from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
+from learnkit.metrics.averages import as_plain_value, batch_weight, check_on, measuring
 from learnkit.metrics.base import Mean, Metric, flatten_pair
-from learnkit.metrics.merge import Accumulates, interleave
+from learnkit.metrics.merge import interleave
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -24,27 +24,62 @@ if TYPE_CHECKING:
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
 
-class KeptMetric(TorchMetric):
-    "Base class of metrics that keep predictions and targets; a call returns the value of one batch."
+class KeptMetric(Metric):
+    "Base class of metrics computed by `final` from the predictions and targets of the data set, which are kept."
 
-    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        return as_plain_value(self._try(pred, targs).compute())
+    def __init__(self, name: str, on: str | None = None) -> None:
+        self._name = name
+        self.on = check_on(on)
+        self.reset()
+
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        "Return what is kept of a batch."
+        raise NotImplementedError
+
+    def final(self, pred: Tensor, targ: Tensor) -> Any:
+        "Return the value from what was kept of all batches."
+        raise NotImplementedError
 
     @override
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        "Return a copy of the metric that has seen this batch alone."
-        metric = copy(self.metric)
-        metric.reset()
-        self._update(metric, pred, yb)
-        return metric
+    def reset(self) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # predictions and targets of each batch
+
+    @override
+    def accumulate(self, learn: Learner) -> None:
+        self.waiting.append(self._prepare(learn.pred, learn.yb))
+
+    def _prepare(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        with measuring(self.name, pred, yb):
+            return self.prepare(*to_detach((pred, *yb), cpu=False))
+
+    def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self._prepare(pred, yb)
+
+    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
+        return as_plain_value(self.final(*self._prepare(pred, targs)))
+
+    @property
+    @override
+    def value(self) -> Any:
+        if not self.waiting:
+            return None
+        device = self.waiting[-1][0].device
+        columns = zip(*self.waiting, strict=True)
+        return as_plain_value(
+            self.final(*(torch.cat([t.to(device) for t in ts]) for ts in columns))
+        )
+
+    @override
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        self.waiting = interleave(sd['waiting'] for sd in states)
 
 
 class AccumMetric(KeptMetric):
     """Compute `func(preds, targs)` once over the whole data set, for values that are not a mean over batches.
 
     Predictions and targets are kept on their device until the value is read. Argmax and `thresh` are applied to each
-    batch. A call with predictions and targets returns their value. Raises `MetricError` if `func` is not callable,
-    for an unknown activation and, before training, for predictions and targets of different sizes.
+    batch. A call with predictions and targets returns their value. Raises `MetricError` for an unknown activation
+    and, before training, for predictions and targets of different sizes.
 
     >>> def median_error(preds, targs): return (preds - targs).abs().median()
     >>> AccumMetric(median_error)(torch.tensor([[1.], [2.], [5.]]), torch.tensor([1., 1., 1.]))
@@ -64,78 +99,37 @@ class AccumMetric(KeptMetric):
         on: str | None = None,  # 'train', 'valid' or 'both'
         **kwargs: Any,  # keyword arguments of `func`
     ) -> None:
-        if not callable(func):
-            raise MetricError(f'AccumMetric computes a function f(preds, targs), got {func!r}.')
         if str(activation) not in ACTIVATIONS:
-            raise MetricError(
-                f'activation={activation!r}: use one of {", ".join(map(repr, ACTIVATIONS))}.'
-                f'{did_you_mean(str(activation), ACTIVATIONS)}'
-            )
-        self.func = func
-        name = name or name_of(unwrap_partial(func))
-        prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
-        super().__init__(WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
-
-
-class WholeSet(Accumulates):
-    "Predictions and targets of the batches, kept for a function of the whole data set."
-
-    def __init__(
-        self,
-        func: Callable[..., Any],  # f(predictions, targets) of the data set
-        prepare: Callable[..., Any],  # f(predictions, targets) of a batch that returns what is kept
-        to_np: bool = False,
-        invert_arg: bool = False,
-    ) -> None:
-        self.func = func
-        self.prepare = prepare
+            raise MetricError(f'activation={activation!r}: use one of {", ".join(ACTIVATIONS)}.')
+        self.func = partial(func, **kwargs)
+        self.dim_argmax = dim_argmax
+        self.activation = str(activation)
+        self.thresh = thresh
         self.to_np = to_np
         self.invert_arg = invert_arg
-        self.reset()
+        self.flatten = flatten
+        super().__init__(name or name_of(unwrap_partial(func)), on)
 
     @override
-    def reset(self) -> None:
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # predictions and targets of each batch
+    def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
+        if self.activation == 'sigmoid':
+            pred = pred.sigmoid()
+        elif self.activation != 'no':
+            pred = pred.softmax(-1 if self.dim_argmax is None else self.dim_argmax)
+        elif self.dim_argmax is not None:
+            check_choice(self.name, pred, self.dim_argmax)
+            pred = pred.argmax(self.dim_argmax)
+        if self.activation == 'binarysoftmax':
+            pred = pred[:, -1]
+        if self.thresh is not None:
+            pred = pred >= self.thresh
+        return flatten_pair(self.name, pred, targ) if self.flatten else (pred, targ)
 
-    def update(self, pred: Tensor, targ: Tensor) -> None:
-        self.waiting.append(self.prepare(pred, targ))
-
-    def compute(self) -> Any:
-        device = self.waiting[-1][0].device
-        both: Any = [
-            torch.cat([t.to(device) for t in batches])
-            for batches in zip(*self.waiting, strict=True)
-        ]
+    @override
+    def final(self, pred: Any, targ: Any) -> Any:
         if self.to_np:
-            both = [t.cpu().numpy() for t in both]
-        return self.func(*(reversed(both) if self.invert_arg else both))
-
-    @override
-    def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting = interleave(sd['waiting'] for sd in states)
-
-
-def _prepare(
-    name: str,
-    dim_argmax: int | None,
-    activation: str,
-    thresh: float | None,
-    flatten: bool,
-    pred: Tensor,
-    targ: Tensor,
-) -> tuple[Tensor, Tensor]:
-    if activation == 'sigmoid':
-        pred = pred.sigmoid()
-    elif activation != 'no':
-        pred = pred.softmax(-1 if dim_argmax is None else dim_argmax)
-    elif dim_argmax is not None:
-        check_choice(name, pred, dim_argmax)
-        pred = pred.argmax(dim_argmax)
-    if activation == 'binarysoftmax':
-        pred = pred[:, -1]
-    if thresh is not None:
-        pred = pred >= thresh
-    return flatten_pair(name, pred, targ) if flatten else (pred, targ)
+            pred, targ = pred.cpu().numpy(), targ.cpu().numpy()
+        return self.func(targ, pred) if self.invert_arg else self.func(pred, targ)
 
 
 def skm_to_fastai(
@@ -167,8 +161,7 @@ def skm_to_fastai(
 class LossMetric(Mean, Metric):
     """Average a part of the loss, which the loss function stores in its attribute `attr`, over the samples.
 
-    The parts of a loss that returns a dict are recorded without this metric. Raises `MetricError` if the loss
-    function has no attribute `attr`."""
+    The parts of a loss that returns a dict are recorded without this metric."""
 
     def __init__(
         self,
@@ -177,24 +170,12 @@ class LossMetric(Mean, Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.attr = attr
-        self._nm = nm
+        self._name = nm or attr
         self.on = check_on(on)
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        try:
-            value = getattr(learn.loss_func, self.attr)
-        except AttributeError:
-            hint = did_you_mean(self.attr, getattr(learn.loss_func, '__dict__', ()))
-            raise MetricError(
-                f'LossMetric: {learn.loss_func!r} has no attribute `{self.attr}`.{hint}'
-            ) from None
-        self.add(value, batch_weight(learn))
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._nm or self.attr
+        self.add(getattr(learn.loss_func, self.attr), batch_weight(learn))
 
 
 def LossMetrics(
@@ -202,17 +183,13 @@ def LossMetrics(
     nms: str | Sequence[str] | None = None,  # names of the columns, in the same form; None: `attrs`
     on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
 ) -> list[LossMetric]:
-    """Return a `LossMetric` for each attribute. Raises `MetricError` for a different number of names.
+    """Return a `LossMetric` for each attribute.
 
     >>> [m.name for m in LossMetrics('kl,reconstruction', ['kl', 'rec'])]
     ['kl', 'rec']
     """
     attrs = _split_names(attrs)
     nms = attrs if nms is None else _split_names(nms)
-    if len(attrs) != len(nms):
-        raise MetricError(
-            f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names: give each attribute one.'
-        )
     return [LossMetric(attr, nm, on) for attr, nm in zip(attrs, nms, strict=True)]
 
 

@@ -13,8 +13,6 @@ from typing_extensions import override
 
 from learnkit.core.errors import OptimizerError
 from learnkit.core.optional import import_library
-from learnkit.core.validation import is_count, is_number
-from learnkit.distributed.dtensor import local_shards
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -183,18 +181,12 @@ class Lookahead(OptimWrapper):
         k: int = 6,  # steps between updates of the slow weights
         alpha: float = 0.5,  # step size of the slow weights, 0 to 1
     ) -> None:
-        if not is_count(k):
-            raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
-        if not is_number(alpha) or not 0 <= alpha <= 1:
-            raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
         if isinstance(opt, OptimWrapper):
             self.__dict__.update(vars(opt))
         else:
             super().__init__(opt=opt)
         self.k = k
         self.alpha = alpha
-        for g in self.param_groups:
-            g.setdefault('lookahead_step', 0)
 
     @torch.no_grad()
     @override
@@ -217,10 +209,9 @@ class Lookahead(OptimWrapper):
             g['lookahead_step'] = g.get('lookahead_step', 0) + 1
             if g['lookahead_step'] % self.k or not ps:
                 continue
-            slow_weights = local_shards(state[p]['slow_weights'] for p in ps)
-            fast_weights = local_shards(ps)
-            torch._foreach_lerp_(slow_weights, fast_weights, self.alpha)
-            torch._foreach_copy_(fast_weights, slow_weights)
+            for p in ps:
+                slow = state[p]['slow_weights'].lerp_(p, self.alpha)
+                p.copy_(slow)
         return loss
 
     @override
@@ -301,14 +292,13 @@ def _import_class(name: str, instead: str) -> Any:
 def MuonAdamW(
     params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate of Muon and AdamW
-    model: nn.Module | None = None,  # model of the parameters; a Learner passes its model
-    but: Any = None,  # layers or parameters for AdamW; None: the last layer with a matrix
+    *,
+    model: nn.Module,  # model of the parameters; a Learner passes its model
     mom: float = 0.95,  # momentum of Muon
     adam_mom: float = 0.9,  # decay of AdamW's average gradient
     sqr_mom: float = 0.99,  # decay of AdamW's average squared gradient
     eps: float = 1e-5,  # added to AdamW's denominator
     wd: float = 0.01,  # weight decay of Muon and AdamW
-    adjust_lr_fn: str | None = 'match_rms_adamw',  # scaling of Muon's steps to AdamW's `lr`
 ) -> OptimWrapper:
     """Train the matrices of hidden layers with Muon, and the rest with AdamW: `Learner(..., opt_func=MuonAdamW)`.
 
@@ -318,31 +308,28 @@ def MuonAdamW(
     its `lr` and `wd`, and its `mom` once it is set. For separate rates, make both optimizers yourself:
     `opt_func=[torch.optim.Muon(...), ...]`.
 
-    Raises `OptimizerError` if torch has no Muon (before 2.9), and if the model has no hidden matrix.
+    Needs torch 2.9. Raises `OptimizerError` if the model has no hidden matrix.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> opt = MuonAdamW(model.parameters(), lr=1e-3, model=model)
     >>> [tuple(p.shape) for p in opt['muon'].param_groups[0]['params']]
     [(8, 4), (8, 8)]
     """
-    if not hasattr(torch.optim, 'Muon'):
-        raise OptimizerError(
-            f'torch {torch.__version__} has no Muon: install torch 2.9 or later, or use `Adam`.'
-        )
-    if model is None:
-        raise OptimizerError('MuonAdamW needs the model, to know its layers: `model=`.')
-    hidden = {id(p) for p in hidden_matrices(model, but)}
+    hidden = {id(p) for p in hidden_matrices(model)}
     parts, slots = _split_hidden(as_groups(params), hidden)
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
     options: dict[str, Any] = {'lr': lr, 'weight_decay': wd}
-    muon = torch.optim.Muon(parts['muon'], momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
-    opt: dict[str, torch.optim.Optimizer] = {'muon': muon}
-    if parts['adamw']:
-        options |= {'eps': eps, 'fused': all(map(can_fuse, iterate_params(parts['adamw'])))}
-        adamw = torch.optim.AdamW(parts['adamw'], betas=(adam_mom, sqr_mom), **options)
-        opt = {'adamw': adamw, 'muon': muon}
+    fused = all(map(can_fuse, iterate_params(parts['adamw'])))
+    betas = adam_mom, sqr_mom
+    opt = {
+        'adamw': torch.optim.AdamW(parts['adamw'], betas=betas, eps=eps, fused=fused, **options),
+        # the steps are scaled to those of AdamW, for one `lr`
+        'muon': torch.optim.Muon(
+            parts['muon'], momentum=mom, adjust_lr_fn='match_rms_adamw', **options
+        ),
+    }
     res = _wrap(opt)
     res.positions = [[(opt[name], i) for name, i in group] for group in slots]
     return res
@@ -360,56 +347,30 @@ def _split_hidden(
             'adamw': [p for p in group['params'] if id(p) not in hidden],
             'muon': [p for p in group['params'] if id(p) in hidden],
         }
-        names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
+        names = [name for name, group_params in by_name.items() if group_params]
         slots.append([(name, len(parts[name])) for name in names])
         for name in names:
             parts[name].append({**group, 'params': by_name[name]})
     return parts, slots
 
 
-def hidden_matrices(
-    model: nn.Module,
-    but: Any = None,  # layers or parameters to exclude; None: the last layer with a matrix
-) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the matrices of the layers between the embeddings and the head, for which Muon is intended.
 
-    The last layer is the last registered layer. Embeddings and parameters tied to embeddings are excluded.
+    The head is the last registered layer with a matrix. Parameters tied to embeddings or the head are excluded.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 9))
     >>> [tuple(p.shape) for p in hidden_matrices(model)]
     [(8, 4)]
     """
-    layers = [
-        m
-        for m in model.modules()
-        if not isinstance(m, NORMS) and any(map(is_matrix, own_params(m)))
-    ]
-    tables = [m for m in layers if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    if but is None:
-        but = [m for m in layers if m not in tables][-1:]
-    elif isinstance(but, (nn.Module, torch.Tensor)):
-        but = [but]
-    for o in but:
-        if not isinstance(o, (nn.Module, torch.Tensor)):
-            raise OptimizerError(
-                f'but={o!r}: give layers of the model or parameters, such as `but=model.head`.'
-            )
-    excluded = {
-        id(p)
-        for o in (*tables, *but)
-        for p in (o.parameters() if isinstance(o, nn.Module) else [o])
-    }
-    found = {
-        id(p): p for m in layers for p in own_params(m) if is_matrix(p) and id(p) not in excluded
-    }
-    return list(found.values())
-
-
-def own_params(m: nn.Module) -> list[nn.Parameter]:
-    "Return the parameters of a module without the parameters of its submodules."
-    return list(m.parameters(recurse=False))
-
-
-def is_matrix(p: torch.Tensor) -> bool:
-    "Return True for a floating-point parameter with two dimensions."
-    return p.ndim == 2 and p.is_floating_point()
+    hidden: dict[nn.Parameter, None] = {}
+    embedded: set[nn.Parameter] = set()
+    own: list[nn.Parameter] = []
+    for m in model.modules():
+        matrices = [p for p in m.parameters(recurse=False) if p.ndim == 2 and p.is_floating_point()]
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+            embedded.update(matrices)
+        elif matrices and not isinstance(m, NORMS):
+            own = matrices
+            hidden |= dict.fromkeys(own)
+    return [p for p in hidden if p not in embedded.union(own)]

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import map_tensors
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS
+from learnkit.optim.hyperparams import OPTIONS, match_strides
 
 # options that keep their current values, because they select an implementation for the current device
 KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
@@ -56,7 +56,7 @@ def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
+def find_differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state does not come from torch's optimizers"]
@@ -67,12 +67,9 @@ def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> 
         ]
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     lines = []
-    try:
-        for name, o in opt.optimizers.items():
-            label = f'optimizer {name or opt.class_names()}'
-            lines += [f'{label}: {line}' for line in compare_state(opt, o, states[name], names)]
-    except (TypeError, KeyError, AttributeError, ValueError) as e:
-        return [f'optimizer: the saved state cannot be read ({e!r})']
+    for name, o in opt.optimizers.items():
+        label = f'optimizer {name or opt.class_names()}'
+        lines += [f'{label}: {line}' for line in compare_state(opt, o, states[name], names)]
     return lines
 
 
@@ -126,7 +123,7 @@ def find_lists(
 
 
 def load_state(opt: Optimizers, state: Any) -> None:
-    "Load a copy of a state, for which `differences` is empty, into the optimizers."
+    "Load a copy of a state, for which `find_differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
@@ -145,6 +142,7 @@ def load_state(opt: Optimizers, state: Any) -> None:
             group.update(loaded)
         # other objects (such as a wrapped optimizer) hold references to the group dicts
         o.param_groups[:] = own
+        match_strides(o)
 
 
 def _copy_state(state: Any, p: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,22 +14,19 @@ from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
-from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     DECAYS,
-    OPTIONS,
-    SPLIT,
-    FusedGuard,
     Hypers,
     as_groups,
     check_maker,
     find_group_key,
     list_values,
+    match_strides,
     norm_bias_params,
     torch_names,
     trainable_params,
 )
-from learnkit.optim.state import differences, load_state
+from learnkit.optim.state import find_differences, load_state
 
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
@@ -93,9 +89,7 @@ class OptimWrapper(torch.optim.Optimizer):
         needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: see below
         **hypers: Any,  # options of the optimizer by torch's or fastai's names
     ) -> None:
-        is_factory = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
-        if is_factory or params is not None or hypers:
-            opt = self._make_optimizer(params, opt, hypers)
+        opt = make_optimizer(params, opt, hypers)
         self.opt = opt
         is_single = isinstance(opt, torch.optim.Optimizer)
         self.optimizers = {'': opt} if is_single else name_optimizers(opt)
@@ -104,8 +98,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # the slots of each group of the splitter, one for each of its parts
         self.positions: list[list[Slot]] = []
-        if len(self._find_groups()) > 1:
-            unshare_options(self.optimizers.values())
+        self._find_groups()
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
         self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
         self.frozen_idx = 0  # number of frozen groups
@@ -130,43 +123,13 @@ class OptimWrapper(torch.optim.Optimizer):
         params = list(self.parameters())
         if len(set(params)) < len(params):
             raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
-        fused = [o for o in optimizers if any(group.get('fused') for group in o.param_groups)]
-        self._fused = [FusedGuard(o) for o in fused]
 
-    def _make_optimizer(
-        self,
-        params: Any,
-        opt: Any,  # class or factory
-        hypers: dict[str, Any],
-    ) -> Any:
-        "Make the wrapped optimizer; raise `OptimizerError` for arguments that exclude each other."
-        is_maker = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
-        if not is_maker or params is None:
-            raise OptimizerError(
-                f'{type(self).__name__} takes parameters and a class, for example '
-                'OptimWrapper(params, opt=torch.optim.AdamW), or a ready optimizer: give `opt=` alone. '
-                'In a Learner: `opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)`.'
-            )
-        check_maker(opt)
-        options = torch_names(opt, hypers) if hypers else {}
-        return opt(as_groups(params), **options)
-
+    # torch's methods leave out most attributes
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # torch's method leaves out most attributes
+        return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapper:
-        "Copy the wrapper and its optimizers, including attributes of optimizers that torch does not copy."
-        res = memo[id(self)] = type(self).__new__(type(self))
-        for o in self.optimizers.values():
-            attributes = vars(deepcopy(o, memo))
-            # a `step` replaced by a scheduler would step the original optimizer
-            for name in vars(o).keys() - attributes.keys() - {'step'}:
-                attributes[name] = deepcopy(vars(o)[name], memo)
-        res.__dict__.update(deepcopy(self.__dict__, memo))
-        return res
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         "Add a param group; with several optimizers, call `opt[name].add_param_group`."
@@ -218,8 +181,7 @@ class OptimWrapper(torch.optim.Optimizer):
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
         "Iterate over every optimized parameter, or the parameters of one of several optimizers."
-        optimizers = self.optimizers.values() if only is None else self._select(only)
-        groups = [g for o in optimizers for g in o.param_groups]
+        groups = [g for o in self._select(only) for g in o.param_groups]
         return iter([p for g in groups for p in g['params']])
 
     def name_of(
@@ -254,10 +216,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Raises `OptimizerError` for an unknown optimizer.
         """
-        for guard in self._fused:
-            guard.prepare()
-        optimizers = self.optimizers.values() if only is None else self._select(only)
-        for o in optimizers:
+        for o in self._select(only):
             if o not in self._closures:
                 res = unannotated_step(o)
                 continue
@@ -285,16 +244,14 @@ class OptimWrapper(torch.optim.Optimizer):
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         "Set the gradients to None, or to zero without `set_to_none`."
-        optimizers = self.optimizers.values() if only is None else self._select(only)
-        for o in optimizers:
+        for o in self._select(only):
             if not set_to_none:
                 o.zero_grad(set_to_none=False)
-            elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad:
-                o.zero_grad()
-            else:  # the loop of torch's method, without its profiler annotation
-                for g in o.param_groups:
-                    for p in g['params']:
-                        p.grad = None
+                continue
+            # the loop of torch's method, without its profiler annotation
+            for g in o.param_groups:
+                for p in g['params']:
+                    p.grad = None
 
     @property
     def lrs(self) -> list[float]:
@@ -312,18 +269,6 @@ class OptimWrapper(torch.optim.Optimizer):
             Hypers(groups, self.exempt, partial(self._split_group, i))
             for i, groups in enumerate(self._find_groups())
         )
-
-    @hypers.setter
-    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
-        "Set hyperparameters by a mapping for each group."
-        rows = list(values)
-        n = len(self.hypers)
-        if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
-            raise OptimizerError(
-                f'hypers={rows!r}: give a dict for each of the {n} param group{"s" * (n > 1)}.'
-            )
-        for own, row in zip(self.hypers, rows, strict=True):
-            own.update(row)
 
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."
@@ -421,15 +366,6 @@ class OptimWrapper(torch.optim.Optimizer):
         self._drop_orphan_states()
         self.spare_from_decay()
 
-    def begin_states(self) -> None:
-        "Create the states of new parameters for Adagrad, which creates states only in its constructor."
-        for o in self.optimizers.values():
-            for group in o.param_groups if isinstance(o, torch.optim.Adagrad) else ():
-                new = [p for p in group['params'] if p not in o.state]
-                if new:
-                    options = {name: group[name] for name in ('lr', 'initial_accumulator_value')}
-                    o.state.update(torch.optim.Adagrad(new, **options).state)
-
     def drop_params(self, dropped: set[nn.Parameter]) -> None:
         "Drop parameters and their states from every group of every optimizer."
         for group in self.param_groups:
@@ -450,6 +386,8 @@ class OptimWrapper(torch.optim.Optimizer):
     def train(self) -> None:
         "Call `train` of optimizers that have this method: parameters get their training values."
         self.is_training = True
+        for opt in self.optimizers.values():
+            match_strides(opt)  # the layout of parameters may have changed since the last fit
         for o in self._switching:
             o.train()
 
@@ -502,15 +440,8 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Freezing sets `requires_grad`. The optimizer states of frozen parameters are kept.
         """
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise OptimizerError(f'freeze_to({n!r}): give the number of a group, a whole number.')
         lists = self.param_lists
         self.frozen_idx = max(0, len(lists) + n) if n < 0 else n
-        if self.frozen_idx >= len(lists):
-            warn_user(
-                f'freeze_to({n}) freezes every one of the {len(lists)} param group{"s" * (len(lists) > 1)}: '
-                'nothing but norm layers is trained, and they only if `train_bn` is set. `unfreeze()` undoes it.'
-            )
         frozen = {p for params in lists[: self.frozen_idx] for p in params} - self.always_trained
         for p in (p for params in lists for p in params):
             p.requires_grad_(p not in frozen)
@@ -520,8 +451,6 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def freeze(self) -> None:
         "Freeze all groups but the last."
-        if len(self._find_groups()) == 1:
-            raise OptimizerError(f'There is one param group, so no other can be frozen.{SPLIT}')
         self.freeze_to(-1)
 
     def unfreeze(self) -> None:
@@ -541,32 +470,19 @@ class OptimWrapper(torch.optim.Optimizer):
             return self[0].state_dict()
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
-    def differences(
-        self,
-        state: Any,  # return value of `state_dict`
-        model: nn.Module | None = None,  # model whose parameter names appear in the lines
-    ) -> list[str]:
-        """Return a line for each reason why a state cannot be loaded; an empty list if the state fits.
-
-        A state fits with or without separate groups of parameters exempt from weight decay.
-        """
-        return differences(self, state, model)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of a state dict to the devices of the parameters.
 
         The options `foreach`, `fused` and `capturable` keep their current values. Raises `OptimizerError`, with
-        nothing changed, for a state with `differences`.
+        nothing changed, for a state that does not fit.
         """
-        lines = self.differences(state_dict)
+        lines = find_differences(self, state_dict)
         if lines:
             raise OptimizerError(
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
-        try:
-            load_state(self, state_dict)
-        finally:
-            self.spare_from_decay()
+        load_state(self, state_dict)
+        self.spare_from_decay()
         if self.is_training:
             self.train()
         else:
@@ -577,20 +493,10 @@ class OptimWrapper(torch.optim.Optimizer):
         return self.called or ' and '.join(type(o).__name__ for o in self.optimizers.values())
 
     def __repr__(self) -> str:
-        rates = list(dict.fromkeys(f'{lr:.3g}' for lr in self.lrs))
-        lr = rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
         n = len(self._find_groups())
+        lrs = dict.fromkeys(f'{lr:.3g}' for lr in self.lrs)
+        lr = ', '.join(lrs) if len(lrs) == 1 else f'[{", ".join(lrs)}]'
         return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
-
-
-def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    "Clone option tensors (such as `lr`) that several param groups share."
-    ids: set[int] = set()
-    for g in (g for o in optimizers for g in o.param_groups):
-        for name in (n for n in OPTIONS if isinstance(g.get(n), torch.Tensor)):
-            if id(g[name]) in ids:
-                g[name] = g[name].clone()
-            ids.add(id(g[name]))
 
 
 def evaluation_weights(learn: Any) -> AbstractContextManager[None]:
@@ -626,6 +532,24 @@ class Closure:
         return self.evaluate()
 
 
+def make_optimizer(
+    params: Any,
+    opt: Any,  # class or factory, or ready optimizers
+    hypers: dict[str, Any],
+) -> Any:
+    "Make the wrapped optimizer, or return ready ones; raise `OptimizerError` for arguments that exclude each other."
+    is_maker = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
+    if not is_maker and params is None and not hypers:
+        return opt
+    if not is_maker or params is None:
+        raise OptimizerError(
+            'OptimWrapper takes parameters and a class, for example OptimWrapper(params, opt=torch.optim.AdamW), or a '
+            'ready optimizer: give `opt=` alone. In a Learner: `opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)`.'
+        )
+    check_maker(opt)
+    return opt(as_groups(params), **torch_names(opt, hypers))
+
+
 def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     "Return the optimizers by name; raise `OptimizerError` for any other object."
     if isinstance(opt, Mapping):
@@ -638,10 +562,7 @@ def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
         if not isinstance(o, torch.optim.Optimizer):
             what = f'opt_func{f"[{name}]" if name else ""} is or returned'
             raise OptimizerError(
-                f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: give '
-                'a torch.optim class, a function of (params, lr) that returns an optimizer, or a list '
-                'or dict of ready optimizers such as `torch.optim.SGD(model.body.parameters(), lr=0.1)`.'
+                f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: give a torch.optim '
+                'class, a function of (params, lr), or a list or dict of ready optimizers.'
             )
-    if not named:
-        raise OptimizerError(f'opt_func is or returned {opt!r}, which has no optimizer.')
     return named

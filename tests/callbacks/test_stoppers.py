@@ -146,7 +146,7 @@ def epochs_until(column: str, passes: Any, **kwargs: Any) -> int:
         ('mae', 0.9, MetricProperties(), lambda v: v < 0.9),
         ('train_loss', 4.0, 'less', lambda v: v < 4.0),
         ('mae', 1.2, np.less, lambda v: v < 1.2),
-        (lambda learn: learn.history[-1]['mae'], 0.9, 'lt', lambda v: v < 0.9),
+        (lambda learn: learn.history[-1]['mae'], 0.9, 'less', lambda v: v < 0.9),
     ],
 )
 def test_stops_once_a_metric_is_past_a_threshold(

@@ -205,7 +205,7 @@ class Seen(Metric):
 
 def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
     make = partial(learner, metrics=[mae, Seen()])
-    with pytest.warns(UserWarning, match=r'`seen` \(.*attribute `seen` holds a set'):
+    with pytest.warns(UserWarning, match=r'`seen` \(.*attribute `seen` is a set'):
         straight, other = resumed(make, 2)
     n = 4 * N_BATCHES - 1
     assert [r['train_seen'] for r in straight.history] == [n] * N_EPOCH

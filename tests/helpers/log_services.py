@@ -100,10 +100,7 @@ def wandb_points(path: Path, name: str) -> list[tuple[int, Any]]:
 
 def mlflow_client(path: Path) -> Any:
     pytest.importorskip('mlflow')
-    from learnkit.loggers.mlflow import _allow_folders
-
-    with _allow_folders():
-        return pytest.importorskip('mlflow').MlflowClient(tracking_uri=(path / 'mlruns').as_uri())
+    return pytest.importorskip('mlflow').MlflowClient(tracking_uri=(path / 'mlruns').as_uri())
 
 
 def mlflow_run(path: Path) -> Any:
@@ -115,7 +112,9 @@ def mlflow_run(path: Path) -> Any:
 def mlflow_points(path: Path, name: str) -> list[tuple[int, float]]:
     return [
         (m.step, m.value)
-        for m in mlflow_client(path).get_metric_history(mlflow_run(path).info.run_id, name)
+        for m in mlflow_client(path).get_metric_history(
+            mlflow_run(path).info.run_id, name.replace('/', '.')
+        )
     ]
 
 

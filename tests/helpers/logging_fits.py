@@ -18,7 +18,10 @@ N_BATCHES, BS = 10, 4
 
 # the libraries would report each use to their makers
 os.environ.update(
-    DO_NOT_TRACK='true', MLFLOW_DISABLE_TELEMETRY='true', WANDB_ERROR_REPORTING='false'
+    DO_NOT_TRACK='true',
+    MLFLOW_DISABLE_TELEMETRY='true',
+    MLFLOW_ALLOW_FILE_STORE='true',
+    WANDB_ERROR_REPORTING='false',
 )
 
 

@@ -82,7 +82,7 @@ def read_files(learn: Learner) -> dict[str, Any]:
         elif (
             path.parent.name == 'metrics'
             and 'mlruns' in path.parts
-            and not path.name.startswith(CLOCKS)
+            and not path.name.replace('.', '/').startswith(CLOCKS)
         ):
             found[name] = [line.split()[1:] for line in path.read_text().splitlines()]
         elif 'wandb' in path.parts:

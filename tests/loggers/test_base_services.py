@@ -47,14 +47,6 @@ def test_resumed_runs_have_each_step_once(tmp_path: Path, service: Any) -> None:
     assert {20, 30} <= {s for s, _ in points(tmp_path, 'valid_loss')} <= {10, 20, 30}
 
 
-def test_two_on_one_folder(tmp_path: Path, service: Any) -> None:
-    make, _ = service
-    learn = learner(tmp_path, make(), make())
-    with pytest.raises(OptionError, match='both log to'):
-        learn.fit(1)
-    assert learn.time.ba == 0
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     make, _ = service
     for name in ('tb', 'wandb', 'mlruns'):

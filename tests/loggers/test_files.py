@@ -172,21 +172,3 @@ def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
     assert steps(tmp_path / name) == [10, 20]
-
-
-@pytest.mark.parametrize(
-    ('cls', 'text'),
-    [
-        (CSVLogger, 'step,loss\n1,0.5\nhello,1\n'),
-        (JSONLinesLogger, '{"step": 1}\nhello\n'),
-        (JSONLinesLogger, '{"step": 1}\n{"step": "x"}\n'),
-    ],
-)
-def test_a_later_line_that_is_not_of_a_log_is_reported_before_training(
-    tmp_path: Path, cls: Any, text: str
-) -> None:
-    learn = learner(tmp_path, log := cls())
-    (tmp_path / log.fname).write_text(text)
-    with pytest.raises(OptionError, match='log'):
-        learn.fit(1)
-    assert learn.time.ba == 0 and (tmp_path / log.fname).read_text() == text

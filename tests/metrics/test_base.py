@@ -97,8 +97,8 @@ def run(s: AvgSmoothLoss, losses: torch.Tensor) -> AvgSmoothLoss:
     return s
 
 
-@pytest.mark.parametrize('n', [1, 63, 64, 65, 300])
-@pytest.mark.parametrize('beta', [0.0, 0.5, 0.98])
+@pytest.mark.parametrize('n', [1, 64, 300])
+@pytest.mark.parametrize('beta', [0.0, 0.98])
 @pytest.mark.parametrize('deferred', [False, True])
 def test_smooth_loss_equals_the_weighted_mean(n: int, beta: float, deferred: bool) -> None:
     losses = torch.rand(n, dtype=torch.float64)

@@ -162,10 +162,8 @@ def test_options_that_cannot_be() -> None:
     pred, targ, _, _ = class_scores(2)
     wrong = F1Score(average='mean'), F1Score(pos_label=2), FBeta(-1), CohenKappa(weights='cubic')
     for metric in wrong:
-        with pytest.raises(MetricError, match=f'Metric `{metric.name}` cannot be computed'):
+        with pytest.raises(MetricError, match=f'Metric `{metric.name}`'):
             dry_run(metric, pred, (targ,))
-    with pytest.raises(MetricError, match='Did you mean `train`'):
-        Recall(on='trian')
 
 
 # -- in a list of metrics --------------------------------------------------------------------------

@@ -139,7 +139,6 @@ def test_regression_scores_of_the_best_and_of_what_is_not_defined() -> None:
     assert (R2Score()(ones, ones), R2Score()(targ, ones)) == (1.0, 0.0)
     assert (ExplainedVariance()(ones + 1, ones), ExplainedVariance()(targ, ones)) == (1.0, 0.0)
     assert math.isnan(PearsonCorrCoef()(targ, ones))
-    assert math.isnan(PearsonCorrCoef()(targ[:1], targ[:1]))
     assert math.isnan(R2Score()(targ[:1], targ[:1]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -152,30 +151,12 @@ def test_groups_are_the_splitters_and_freeze_as_such() -> None:
 def test_which_matrices_are_hidden() -> None:
     model = Net()
     assert names(model, hidden_matrices(model)) == MATRICES
-    assert names(model, hidden_matrices(model, but=model.body)) == ['head.weight']
-    expected = ['body.3.weight']
-    assert names(model, hidden_matrices(model, but=[model.head, model.body[0].weight])) == expected
-    assert names(model, hidden_matrices(model, but=())) == [*MATRICES, 'head.weight']
     tied = Net(tied=True)
     assert names(tied, hidden_matrices(tied)) == MATRICES
     attention = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.LayerNorm((2, 2)), nn.Linear(4, 1)])
     assert names(attention, hidden_matrices(attention)) == ['0.in_proj_weight', '0.out_proj.weight']
 
 
-def test_what_adamw_shall_train_can_be_named() -> None:
-    model = Net()
-    learn = learner(model, opt_func=partial(MuonAdamW, but=[model.head, model.body[3]]))
-    learn.fit(1)
-    assert names(model, learn.opt['muon'].param_groups[0]['params']) == ['body.0.weight']
-
-
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_hidden_matrices_is_refused() -> None:
     with pytest.raises(OptimizerError, match=r'no hidden matrix.*`Adam`'):
         learner(nn.Linear(2, 2)).fit(1)
-    with pytest.raises(OptimizerError, match='needs the model'):
-        MuonAdamW(Net().parameters(), 0.1)
-    with pytest.raises(OptimizerError, match="but='head': give layers"):
-        hidden_matrices(Net(), but=['head'])
-    monkeypatch.delattr(torch.optim, 'Muon')
-    with pytest.raises(OptimizerError, match=r'has no Muon: install torch 2\.9'):
-        learner(Net()).fit(1)

@@ -344,7 +344,6 @@ def test_torchs_schedulers_take_it() -> None:
     ('opt_func', 'text'),
     [
         (lambda params, lr: 3, '3, not a ready optimizer'),
-        (lambda params, lr: {}, 'no optimizer'),
         (7, 'cannot be called'),
         (
             lambda params, lr: {'a': torch.optim.SGD(params, lr=lr), 'b': 'adam'},

@@ -18,7 +18,6 @@ from learnkit import (
     DataLoaders,
     Learner,
     ModelError,
-    OptimizerError,
     OptimWrapper,
     TrainEvalCallback,
 )
@@ -188,8 +187,7 @@ def test_every_optimizer_trains_after_unfreezing(opt_func: Any) -> None:
 def test_a_fit_with_everything_frozen_names_unfreeze() -> None:
     for reset in (False, True):
         learn = learner(train_bn=False)
-        with pytest.warns(UserWarning, match=r'freeze_to\(3\) .* 3 .*unfreeze'):
-            learn.freeze_to(3)
+        learn.freeze_to(3)
         before = copies(learn.model)
         with pytest.raises(ModelError, match=r'Sequential .*learn\.unfreeze\(\)'):
             learn.fit(1, reset_opt=reset)
@@ -203,13 +201,6 @@ def test_freezing_one_group_freezes_nothing_and_warns() -> None:
     with pytest.warns(UserWarning, match='one param group.*splitter'):
         learn.freeze()
     assert trained(learn) == ALL
-    with pytest.raises(OptimizerError, match=r'one param group.*splitter'):
-        learn.opt.freeze()
-
-
-def test_a_number_of_groups_is_a_whole_number() -> None:
-    with pytest.raises(OptimizerError, match='whole number'):
-        learner().freeze_to(0.5)
 
 
 # A compiled step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from learnkit import SGD, Callback, Recorder, TrainEvalCallback
@@ -33,10 +32,3 @@ def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
     learn.fit(1, lr=(other := torch.tensor(0.25)))
     assert used == [0.125, 0.5, 0.5] * 2 + [0.25, 0.5, 0.5]
     assert learn.lr is rate and rate.item() == 0.125 and other.item() == 0.25
-
-
-@pytest.mark.parametrize('opt_func', [torch.optim.SGD, SGD, torch.optim.Adam])
-def test_groups_made_with_one_rate_in_a_tensor_have_their_own_rates(opt_func: Any) -> None:
-    learn = learner(opt_func=opt_func, lr=torch.tensor(0.125), splitter=lambda m: [[m.a], [m.b]])
-    learn.fit(1, lr=[0.25, 0.5])
-    assert [float(h['lr']) for h in learn.opt.hypers] == [0.25, 0.5]
