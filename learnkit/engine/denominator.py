@@ -7,11 +7,11 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import isclose, isnan
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,8 +33,6 @@ from learnkit.core.validation import warn_user
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-Parts = tuple[tuple[int, float], ...]  # number of samples and loss of each part of a batch
 
 IGNORED = -100  # torch's default `ignore_index`
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
@@ -143,8 +141,6 @@ class Unknown(Denominator):
     ) -> None:
         self.name = name
         self.has_warned = False
-        self.has_compared = False  # a batch of an evaluation was compared with its parts
-        self.sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 
     def warn(self, why: str) -> None:
         "Warn once that the batches are not weighted as the loss would have it."
@@ -234,23 +230,15 @@ class LossWeights:
 
     def weigh_batch(self, learn: Learner, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
-        weight = None
-        denominator = self.denominator(learn)
         if callable(learn.weight_func):
-            weight = learn.weight_func(xb, yb)
-        elif not (learn.training and learn.callbacks.average_samples()):
+            return learn.weight_func(xb, yb)
+        weight = None
+        if not (learn.training and learn.callbacks.average_samples()):
+            denominator = self.denominator(learn)
             if not learn.iter and isinstance(denominator, Unknown):
                 denominator.warn_of_ignored(yb)
             weight = denominator.count(yb)
-        if weight is not None:
-            return weight
-        n = find_bs(xb, yb, learn.size_func)
-        if not learn.training and is_guess(denominator, learn):
-            denominator.sizes.add(n)
-            if len(denominator.sizes) > 1 and n > 1 and not denominator.has_compared:
-                denominator.has_compared = True
-                check_is_mean(learn, vars(learn).get('pred'))
-        return n
+        return find_bs(xb, yb, learn.size_func) if weight is None else weight
 
     def denominator(self, learn: Learner) -> Denominator:
         "Return the denominator of the loss, which is found once for each loss function."
@@ -278,39 +266,42 @@ def check_is_mean(
     learn: Learner,  # Learner with a batch
     pred: Any,  # predictions of the batch
 ) -> None:
-    """Compare the loss of a batch with the losses of its parts, if it is unknown what the loss averages over.
+    """Compare the loss of a batch with the losses of two parts, if it is unknown what the loss averages over.
 
     Raises `LossError` for a sum over samples without an attribute `reduction = 'sum'`, and warns of any other loss
     that is not the mean of the losses of the parts, weighted by their numbers of samples.
     """
-    denominator = learn.loss_weights.denominator(learn)
-    if learn.callbacks.average_samples() or not is_guess(denominator, learn):
+    weights = learn.loss_weights
+    denominator = weights.denominator(learn)
+    is_given = learn.weight_func is not None or learn.loss_func is None or weights.is_sum(learn)
+    if is_given or not isinstance(denominator, Unknown) or learn.callbacks.average_samples():
         return
-    for whole, parts in compare_parts(learn, pred):
-        mean = sum(n * loss for n, loss in parts) / sum(n for n, _ in parts)
-        if is_mean(whole, mean, parts, pred):
-            continue
-        if isclose(whole, sum(loss for _, loss in parts), rel_tol=1e-3):
-            raise LossError(
-                f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
-                "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
-            )
-        denominator.warn_of_ignored(learn.yb)
-        denominator.warn(
-            f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts average to '
-            f'{mean:.6g}'
+    compared = compare_parts(learn, pred)
+    if compared is None:
+        return
+    whole, (n_first, first), (n_second, second) = compared
+    mean = (n_first * first + n_second * second) / (n_first + n_second)
+    is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
+    tolerance = 1e-2 if is_half else 1e-4
+    size = max(abs(first), abs(second))
+    if isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size):
+        return
+    if isclose(whole, first + second, rel_tol=1e-3):
+        raise LossError(
+            f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
+            "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
         )
-        return
+    denominator.warn_of_ignored(learn.yb)
+    denominator.warn(
+        f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts average to '
+        f'{mean:.6g}'
+    )
 
 
-def is_guess(denominator: Denominator, learn: Learner) -> TypeGuard[Unknown]:
-    "Return True if the loss function is assumed to be a mean over samples."
-    is_unknown = isinstance(denominator, Unknown) and learn.weight_func is None
-    return is_unknown and learn.loss_func is not None and not learn.loss_weights.is_sum(learn)
-
-
-def compare_parts(learn: Learner, pred: Any) -> Iterator[tuple[float, Parts]]:
-    "Yield the loss of the batch and of two parts, for two divisions; nothing if the batch cannot be divided."
+def compare_parts(
+    learn: Learner, pred: Any
+) -> tuple[float, tuple[int, float], tuple[int, float]] | None:
+    "Return the loss of the batch, and the sizes and losses of two parts; None if the batch cannot be divided."
     loss_func = learn.loss_func
     buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
     preds = tuple(pred) if isinstance(pred, (tuple, list)) else (pred,)
@@ -324,23 +315,16 @@ def compare_parts(learn: Learner, pred: Any) -> Iterator[tuple[float, Parts]]:
 
     try:
         n = find_bs(learn.xb, learn.yb, learn.size_func)
-        # two divisions, because the parts of one may have equal denominators by chance
-        for middle in {n // 2, n // 3} - {0}:
-            parts = slice_batch(preds, learn.yb, n, [slice(middle), slice(middle, n)])
-            first, second = (compute(*part) for part in parts)
-            yield compute(preds, learn.yb), ((middle, first), (n - middle, second))
+        middle = n // 3 or n // 2
+        if not middle:
+            return None
+        parts = slice_batch(preds, learn.yb, n, [slice(middle), slice(middle, n)])
+        first, second = (compute(*part) for part in parts)
+        return compute(preds, learn.yb), (middle, first), (n - middle, second)
     except Exception:
-        return  # the loop raises the error of the loss function
+        return None  # the loop raises the error of the loss function
     finally:
         restore_buffers(buffers, skip_equal=True)
-
-
-def is_mean(whole: float, mean: float, parts: Parts, pred: Any) -> bool:
-    "Return True if a loss is the mean of the losses of its parts, up to rounding errors."
-    is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
-    tolerance = 1e-2 if is_half else 1e-4
-    size = max(abs(loss) for _, loss in parts)
-    return isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size)
 
 
 def check_weight_func(weight_func: Any) -> Any:
