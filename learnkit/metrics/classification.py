@@ -26,7 +26,6 @@ from typing_extensions import override
 
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
-from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
@@ -77,7 +76,6 @@ class SklearnScore(KeptMetric):
 # -- one class for each sample ---------------------------------------------------------------------
 
 
-@needs_class_indices
 def _choose_classes(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Pair:
     best, targ, n = argmax_preds(name, axis, instead, pred, targ)
     return best, mark_unknown(targ, n)

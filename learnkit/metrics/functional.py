@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.errors import MetricError
-from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.core.validation import check_choice
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
@@ -64,7 +64,6 @@ def _share(
 
 
 @average_over_targets
-@needs_class_indices
 def accuracy(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers, of the shape of `pred` without `axis`
@@ -83,7 +82,6 @@ def accuracy(
 
 
 @average_over_targets
-@needs_class_indices
 def error_rate(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers
@@ -99,7 +97,6 @@ def error_rate(
 
 
 @average_over_targets
-@needs_class_indices
 def top_k_accuracy(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
-from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.classification import SklearnScore
 from learnkit.metrics.shapes import (
@@ -58,14 +57,12 @@ class _AreaScore(SklearnScore):
         return (scores * weights)[defined].sum() / weights[defined].sum()
 
 
-@needs_class_indices
 def _rank_classes(name: str, axis: int, pred: Tensor, targ: Tensor) -> Pair:
     "Return the softmax of the scores, (N, C), and the targets, (N,)."
     scores, targ = flatten_classes(name, pred, targ, axis)
     return widen(scores).softmax(1), mark_unknown(targ, scores.shape[1])
 
 
-@needs_class_indices
 def _rank_class(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Pair:
     "Return the softmax of class `label` of two, and whether the class is the target, both (N, 1)."
     check_two_classes(name, pred, axis, 'RocAuc, or RocAucMulti for labels')

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.core.validation import check_choice
 from learnkit.engine.denominator import IGNORED
 from learnkit.metrics.averages import SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair
@@ -59,7 +59,6 @@ def foreground_acc(
     return right / n
 
 
-@needs_class_indices
 def count_pixels(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Tensor:
     """Return the correct predictions, predictions and targets of each class, shape (3, C).
 
