@@ -477,7 +477,7 @@ class RunLogger(Logger):
         "Raise a typed error if files cannot be written to the folder of the log."
         folder = self.where()
         if folder is not None:
-            check_folder(folder, keep_new=True)
+            check_folder(folder)
 
     @override
     def saved(self) -> dict[str, Any]:

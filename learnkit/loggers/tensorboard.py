@@ -52,7 +52,7 @@ class TensorBoardLogger(Logger):
 
     @override
     def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
+        check_folder(self.where())
 
     @override
     def open(self, keep: int | None) -> tuple[Any, int]:

@@ -203,7 +203,7 @@ def test_tokens_match_input_ids() -> None:
         ('3iter', TimeError, 'iteration='),
         ('0.5dur', TimeError, 'share of what'),
         ('100tok', TimeError, 'token_func'),
-        ('3', TimeError, "Write '3ep'"),
+        ('3', TimeError, "'3' is not a time"),
         (Time('1.5h') - Time('1.5h'), TimeError, 'positive'),
         ('2.5ep', TimeError, 'whole numbers'),
     ],
