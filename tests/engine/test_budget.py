@@ -15,7 +15,6 @@ from learnkit import (
     Callback,
     CancelBatchException,
     DataLoaders,
-    FitError,
     Time,
     TimeError,
 )
@@ -216,23 +215,6 @@ def test_bad_budgets_are_refused_before_anything_happens(
     with pytest.raises(error, match=text):
         learn.fit(budget)
     assert learn.opt is None and not counts.n
-
-
-def test_start_epoch_needs_a_fit_of_epochs() -> None:
-    with pytest.raises(FitError, match='start_epoch'):
-        learner().fit('1h', start_epoch=1)
-
-
-def test_a_fit_that_uses_nothing_of_its_budget_ends() -> None:
-    def cancel(cb: Any) -> None:
-        raise CancelBatchException
-
-    learn = learner(cbs=Callback(before_step=cancel))
-    with pytest.raises(FitError, match='3st'):
-        learn.fit('3st')
-    learn.remove_cb(learn.callback)
-    learn.fit('3st')
-    assert learn.time.st == 3
 
 
 def test_skipped_epochs_are_not_finished() -> None:
