@@ -242,9 +242,6 @@ class Seen(Callback):
 LOADERS = {
     'tensors': lambda: TensorLoader(torch.arange(20.0).view(20, 1), torch.ones(20, 1), bs=4, shuffle=True, seed=0),
     'torch': lambda: DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(0)),
-    'workers': lambda: DataLoader(
-        DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=1
-    ),
     'persistent': lambda: DataLoader(
         DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=1, persistent_workers=True
     ),

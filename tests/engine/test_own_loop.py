@@ -423,15 +423,6 @@ def test_what_optimize_cannot_do_is_reported() -> None:
         make_classifier_learner(Own, microbatch=2)
 
 
-def test_the_loop_is_usable_after_an_error() -> None:
-    learn = make_duel()
-    cb = Callback(after_loss=lambda cb: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        fit(learn, cbs=cb)
-    assert learn.turn is None and not learn.own_loop.calls_modules
-    assert fit(learn).time.st == 12
-
-
 # -------------------------------------------------------------------------- loops without the verbs
 
 
@@ -496,13 +487,6 @@ def test_a_loop_that_fires_its_events_is_left_alone(cls: type[Learner]) -> None:
 
 def len_of(cb: Any) -> None:
     assert len(cb.pred) == 6
-
-
-def test_canceled_batches_raise_no_warning() -> None:
-    def cancel(cb: Any) -> None:
-        raise CancelBatchException
-
-    fit(make_classifier_learner(Bare, GradientClip(), Callback(before_batch=cancel)))
 
 
 class Direct(Learner):
