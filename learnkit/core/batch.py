@@ -275,8 +275,6 @@ def microbatches(
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
     [[0, 1], [2, 3], [4]]
     """
-    if size < 1:
-        raise BatchError(f'A microbatch has at least 1 sample, not {size}.')
     if n is None:
         n = find_bs((*xb, *yb))
     if n <= size:
@@ -602,13 +600,10 @@ _parameter_cache: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyD
 
 def _get_parameters(model: Any) -> tuple[frozenset[str], bool]:
     "Return the cached parameter names of a model's forward, and True if forward takes only `**kwargs`."
-    try:
-        known = _parameter_cache.get(model)
-        if known is None:
-            known = _parameter_cache[model] = _read_parameters(model)
-        return known
-    except TypeError:
-        return _read_parameters(model)  # an unhashable object, or one without weak references
+    known = _parameter_cache.get(model)
+    if known is None:
+        known = _parameter_cache[model] = _read_parameters(model)
+    return known
 
 
 def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:

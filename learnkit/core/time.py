@@ -204,14 +204,12 @@ def count_crossings(
     >>> count_crossings(Timestamp(ba=90), Timestamp(ba=310), Time('100ba'))
     3
     """
-    if not every:
-        raise TimeError(f'An interval must be positive, got {every}.')
     start = before._get(every.unit)
     end = after._get(every.unit)
-    if end < start and every.unit == 'dur':
-        return 0  # the loader is longer than its `len`: `dur` is corrected at the next epoch
-    if end < start:
-        raise TimeError(f'{after} lies before {before}: crossings are counted forwards.')
+    if (
+        end < start
+    ):  # `dur` of a loader that is longer than its `len` is corrected at the next epoch
+        return 0
     return count_multiples(end, every) - count_multiples(start, every)
 
 
@@ -260,7 +258,7 @@ def _convert_value(value: Any, unit: str) -> int | float:
 
 
 def _check_unit(unit: Any) -> None:
-    if not isinstance(unit, str) or unit not in UNITS:
+    if unit not in UNITS:
         raise TimeError(
             f'There is no unit {unit!r}.{did_you_mean(str(unit), UNITS)} {_describe_units()}'
         )

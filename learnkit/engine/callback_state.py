@@ -186,7 +186,7 @@ def _split_attributes(cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
     "Restore attributes that `collect_attributes` returned, without calling the callback's `__setattr__`."
-    own = _get_attributes(cb)
+    own = vars(cb)
     for name, value in attributes.items():
         if isinstance(value, Mapping) and value.get(_KIND) == _GENERATORS:
             restore_own([own.get(name)], value['of'])
@@ -196,12 +196,12 @@ def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
 
 def note_attributes(cb: Any) -> None:
     "Store the attributes that no checkpoint holds when a callback is added; they are created with the callback."
-    _get_attributes(cb).setdefault(_ADDED_KEY, lost_attributes(cb))
+    vars(cb).setdefault(_ADDED_KEY, lost_attributes(cb))
 
 
 def replaced_attributes(cb: Any) -> dict[str, str]:
     "Return the types of the attributes that no checkpoint holds and that are new since the callback was added."
-    added = _get_attributes(cb).get(_ADDED_KEY, {})
+    added = vars(cb).get(_ADDED_KEY, {})
     return {
         name: type(value).__name__
         for name, value in lost_attributes(cb).items()
@@ -220,13 +220,9 @@ def warn_of_lost_attributes(learn: Learner) -> None:
             )
 
 
-def _get_attributes(cb: Any) -> dict[str, Any]:
-    return getattr(cb, '__dict__', {})
-
-
 def _list_attributes(cb: Any) -> dict[str, Any]:
     "Return the attributes that a callback has by itself, not by a class of this package with a state."
-    own = _get_attributes(cb)
+    own = vars(cb)
     by_base = own.get(SET_BY_BASE, ()) if _inherits_state(cb) else ()
     return {k: v for k, v in own.items() if k not in _NOT_STATE and k not in by_base}
 

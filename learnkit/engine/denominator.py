@@ -123,10 +123,8 @@ class Unknown(Denominator):
             return
         self.has_warned = True
         warn_user(
-            f'{why}. Batches, microbatches, accumulated batches and processes are weighted by their number of '
-            "samples. If the loss divides by another number, give it: Learner(weight_func='tokens') counts the "
-            f"targets that are not {IGNORED}, weight_func=f returns f(xb, yb), and weight_func='samples' ends this "
-            'warning; a loss that is no mean needs whole batches.'
+            f"{why}. Parts of batches are weighted by their samples: with weight_func='tokens' by the targets that "
+            f"are not {IGNORED}, with weight_func=f by f(xb, yb); weight_func='samples' ends this warning."
         )
 
     def warn_of_ignored(self, yb: tuple[Any, ...]) -> None:

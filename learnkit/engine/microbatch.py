@@ -60,8 +60,7 @@ class Microbatches:
     ) -> None:
         "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
         if size == 'auto':
-            n = count_samples(learn)
-            size = min(self.fitting_size or n, n)
+            size = self._find_size(learn)
         xb = learn.xb
         yb = learn.yb
         weights = None
@@ -89,6 +88,10 @@ class Microbatches:
             self.share = 1.0
         learn.loss = sum(losses[1:], losses[0])
 
+    def _find_size(self, learn: Learner) -> int:
+        n = count_samples(learn)
+        return min(self.fitting_size or n, n)
+
     def _backward(self, learn: Learner) -> None:
         "Run backward on the weighted loss; the weight also applies to terms that callbacks added."
         learn.loss_grad = learn.loss_grad * self.share
@@ -98,9 +101,8 @@ class Microbatches:
         "Run on the whole batch. Out of memory, restore the state before the batch and halve the size."
         rng = capture_rng()
         buffers = copy_buffers(learn.model)
-        bs = count_samples(learn)
         while True:
-            size = min(self.fitting_size or bs, bs)
+            size = self._find_size(learn)
             try:
                 self.run(learn, size)
                 return

@@ -220,9 +220,6 @@ def test_crossings_that_cannot_be() -> None:
     assert count_crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
     # a number that no float can hold
     assert count_crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62 // 3
-    with pytest.raises(TimeError, match='positive'):
-        count_crossings(Timestamp(), Timestamp(ba=5), Time('0ba'))
-    with pytest.raises(TimeError, match='forwards'):
-        count_crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba'))
+    assert count_crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba')) == 0
     with pytest.raises(TimeError, match='not known'):
         count_crossings(Timestamp(), Timestamp(dur=0.5), Time('0.1dur'))
