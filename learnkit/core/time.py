@@ -86,14 +86,16 @@ class Time:
         return Time(self.value - self._get_value_of(other), self.unit)
 
     def __mul__(self, factor: Any) -> Time:
-        return Time(self.value * factor, self.unit) if isinstance(factor, Real) else NotImplemented
+        is_number = isinstance(factor, Real)
+        return Time(self.value * factor, self.unit) if is_number else NotImplemented
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Time):
             return self.value / self._get_value_of(other)
-        return Time(self.value / other, self.unit) if isinstance(other, Real) else NotImplemented
+        is_number = isinstance(other, Real)
+        return Time(self.value / other, self.unit) if is_number else NotImplemented
 
     def _get_value_of(self, other: Time) -> int | float:
         "Return the value of `other`; raise `TimeError` for another unit."
@@ -240,11 +242,8 @@ def _parse(value: Any) -> tuple[Any, str]:
 def _convert_value(value: Any, unit: str) -> int | float:
     "Convert a number to a float for `sec` and `dur`, otherwise to an int; raise `TimeError` for an invalid number."
     _check_unit(unit)
-    if (
-        not isinstance(value, (Real, Decimal))
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-    ):
+    is_number = isinstance(value, (Real, Decimal)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
         raise TimeError(f'{value!r} is not a number of {UNITS[unit]}. {_describe_units()}')
     if value < 0:
         raise TimeError(f'A time cannot be negative, got {value}{unit}.')

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -216,13 +216,11 @@ def classes_hint(loss_func: Any, pred: Tensor, yb: tuple[Any, ...], e: Exception
     >>> classes_hint(nn.CrossEntropyLoss(), torch.zeros(2, 5), (torch.tensor([0, 9]),), error)
     ': targets from 0 to 9 for 5 classes'
     """
-    axis = getattr(loss_func, 'axis', 1)
     if not isinstance(e, IndexError) or 'out of bounds' not in str(e):
         return ''
-    if not -pred.ndim <= axis < pred.ndim:
-        return ''
     low, high = (int(v) for v in yb[0].aminmax())
-    return f': targets from {low} to {high} for {pred.shape[axis]} classes'
+    n_classes = pred.shape[getattr(loss_func, 'axis', 1)]
+    return f': targets from {low} to {high} for {n_classes} classes'
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -235,20 +233,16 @@ def takes_alone(f: Any) -> str:
     """
     try:
         sig = signature(f.forward if isinstance(f, nn.Module) else f)
-    except (TypeError, ValueError):
-        return ''  # functions written in C have no signature; none is a loss of one argument
-
-    def accepts(n: int) -> bool:
-        try:
-            sig.bind(*[f] * n)
-        except TypeError:
-            return False
-        return True
-
-    first = next(iter(sig.parameters.values()), None)
-    if first is None or first.kind is first.VAR_POSITIONAL or not accepts(1):
+        sig.bind(f)
+    except (TypeError, ValueError):  # functions written in C have no signature
         return ''
-    return 'also' if accepts(2) else 'only'
+    if next(iter(sig.parameters.values())).kind is Parameter.VAR_POSITIONAL:
+        return ''
+    try:
+        sig.bind(f, f)
+    except TypeError:
+        return 'only'
+    return 'also'
 
 
 def takes(f: Any, name: str) -> bool:
