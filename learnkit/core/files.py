@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from warnings import warn
 
@@ -239,9 +238,7 @@ class FolderLock:
     def __enter__(self) -> Self:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.release()
 
     def _make_error(self) -> FolderInUseError:
