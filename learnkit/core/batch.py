@@ -50,7 +50,7 @@ def split_batch(
         return (batch[0],), (batch[1],)
     is_row = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
     is_mapping = isinstance(batch, Mapping)
-    if (is_row or is_mapping) and not batch:
+    if (is_row or is_mapping) and len(batch) == 0:
         raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
     if is_mapping:
         return (batch,), tuple(batch[k] for k in TARGET_NAMES if batch.get(k) is not None)
