@@ -286,28 +286,28 @@ class EventCheck(Callback):
     runs_first = ('before_step',)
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
-        self.n_steps = 0  # number of optimizer steps before the batch
+        self._seen: set[str] = set()
+        self._n_steps = 0  # number of optimizer steps before the batch
 
     def before_batch(self) -> None:
-        self.n_steps = self.learn.opt.n_steps
+        self._n_steps = self.learn.opt.n_steps
 
     @override
     def run_event(self, event_name: str) -> Any:
         "Note the event, and run its method."
-        self.seen.add(event_name)
+        self._seen.add(event_name)
         return super().run_event(event_name)
 
     def after_batch(self) -> None:
         "After the first step, warn of callbacks that handle events that did not fire."
         learn = self.learn
-        if learn.opt.n_steps == self.n_steps:
+        if learn.opt.n_steps == self._n_steps:
             return
-        self.run = False
+        learn.callbacks.hold([self])
         waiting: dict[str, list[str]] = {}
         for event in BATCH_EVENTS:
             for _, switch, cb in learn.callbacks.tables[True][event]:
-                if event not in self.seen and switch and waits_for_events(cb):
+                if event not in self._seen and switch and waits_for_events(cb):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if waiting:
             summary = '; '.join(
@@ -318,6 +318,9 @@ class EventCheck(Callback):
                 f'every event of a batch: {summary}. Write the batch as `train_batch`, with `self.forward(...)` '
                 'and `self.optimize(...)`.'
             )
+
+    def cleanup(self) -> None:
+        self.learn.callbacks.release([self])
 
 
 def waits_for_events(cb: Any) -> bool:
