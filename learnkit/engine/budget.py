@@ -88,12 +88,14 @@ class Budget(Callback):
         self.total = as_time(total, 'ep')
         self.total_at_start = 0.0  # amount that the Learner had finished at the start of the fit
         self._has_stopped = False  # True if the budget has stopped the fit
+        self._shares: list[float] = []  # used share at the start of the fit and after each epoch
         if self.total.unit == 'sec':
             self.nondeterministic_state = ('began',)
 
     def before_fit(self) -> None:
         self.total_at_start = self.learn.finished(self.total.unit)
         self._has_stopped = False
+        self._shares = [self.share()]
 
     def before_train(self) -> None:
         self.learn.pct_train = min(1.0, self.share())
@@ -103,6 +105,11 @@ class Budget(Callback):
 
     def after_epoch(self) -> None:
         self._update_share()
+        self._shares = [*self._shares[-2:], self.share()]
+        if len(self._shares) == 3 and len(set(self._shares)) == 1:
+            raise FitError(
+                f'fit({str(self.total)!r}) would never end: two epochs in a row have used nothing of it.'
+            )
 
     def share(self) -> float:
         "Return the used share of the budget; it may exceed 1."

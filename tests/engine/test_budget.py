@@ -15,6 +15,7 @@ from learnkit import (
     Callback,
     CancelBatchException,
     DataLoaders,
+    FitError,
     Time,
     TimeError,
 )
@@ -215,6 +216,18 @@ def test_bad_budgets_are_refused_before_anything_happens(
     with pytest.raises(error, match=text):
         learn.fit(budget)
     assert learn.opt is None and not counts.n
+
+
+def test_a_fit_that_uses_nothing_of_its_budget_ends() -> None:
+    def cancel(cb: Any) -> None:
+        raise CancelBatchException
+
+    learn = learner(cbs=Callback(before_step=cancel))
+    with pytest.raises(FitError, match='3st'):
+        learn.fit('3st')
+    learn.remove_cb(learn.callback)
+    learn.fit('3st')
+    assert learn.time.st == 3
 
 
 def test_skipped_epochs_are_not_finished() -> None:
