@@ -21,7 +21,6 @@ from learnkit.core.errors import LossError, OptionError
 from learnkit.engine.denominator import (
     ClassTargets,
     Denominator,
-    Elements,
     Samples,
     Unknown,
     denominator_of,
@@ -296,8 +295,8 @@ class _UnflattenedLoss(_ClassScores, nn.Module):
         return targ
 
     def loss_denominator(self) -> Denominator:
-        "Return the denominator of the mean: the number of targets."
-        return Elements(self)
+        "Return the denominator of the mean: the number of samples."
+        return Samples()
 
     def extra_repr(self) -> str:
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)

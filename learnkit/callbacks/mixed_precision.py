@@ -42,7 +42,7 @@ class MixedPrecision(Callback):
 
     The model and the loss run under `torch.autocast` on the model's device, in training, evaluation
     and prediction. Half-precision predictions are converted to float32 before the loss, also inside
-    tuples, dicts and dataclasses: losses, metrics and callbacks of order 10 or more get float32.
+    tuples and dicts: losses, metrics and callbacks of order 10 or more get float32.
     Autocast ends after the loss, also after an error.
 
     Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass

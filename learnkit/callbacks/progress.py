@@ -108,12 +108,12 @@ class Table:
 
     def text(self, max_rows: int) -> str:
         "Return aligned lines of text."
-        return '\n'.join(truncate_rows(self.lines, max_rows, '{}', FOLDED))
+        return '\n'.join(truncate_rows(self.lines, max_rows, FOLDED))
 
     def html(self, max_rows: int) -> str:
         "Return an HTML table; colors and borders are left to the page's theme."
-        note_row = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
-        rows = truncate_rows(self.html_rows, max_rows, note_row, FOLDED)
+        note = f'<tr><td colspan="{len(self.names)}">{FOLDED}</td></tr>'
+        rows = truncate_rows(self.html_rows, max_rows, note)
         return f'<table style="text-align:right">{"".join(rows)}</table>' if rows else ''
 
 

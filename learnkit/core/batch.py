@@ -1,14 +1,14 @@
 """Operations on batches: split, move, detach, count, join and split a batch, and pass it to the model.
 
-A batch is a tensor, tuple, list, named tuple, dict or other mapping, dataclass, or any nesting of these. Containers are
-rebuilt with the same type. Functions on the path of each batch check for a plain tuple or list first."""
+A batch is a tensor, tuple, list, named tuple, dict or other mapping, or any nesting of these. Containers are rebuilt
+with the same type. Functions on the path of each batch check for a plain tuple or list first."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from learnkit.core.plain import ATOMS
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# default names of targets in mappings and dataclasses
+# default names of targets in mappings
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
 
@@ -36,9 +36,9 @@ def split_batch(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
     """Split a batch into inputs and targets.
 
-    A mapping or dataclass is one input; its targets are the entries under `TARGET_NAMES` that are not None. Any other
-    object is one input without targets. Raises `BatchError` for an empty batch, for an `n_inp` outside of the tuple,
-    and for an `n_inp` given with a mapping or dataclass.
+    A mapping is one input; its targets are the entries under `TARGET_NAMES` that are not None, whatever `n_inp` is. Any
+    other object is one input without targets. Raises `BatchError` for an empty batch, and for an `n_inp` outside of the
+    tuple.
 
     >>> split_batch(['image', 'mask', 'label'])
     (('image', 'mask'), ('label',))
@@ -48,26 +48,13 @@ def split_batch(
     kind = type(batch)
     if (kind is list or kind is tuple) and len(batch) == 2 and (n_inp is None or n_inp == 1):
         return (batch[0],), (batch[1],)
-
-    named = _read_fields(batch)
-    if named is not None:
-        if not named:
-            raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
-        if n_inp is not None:
-            raise BatchError(
-                f'n_inp={n_inp} counts the entries of a tuple, and the batch is {describe(batch)}: its '
-                f'targets are the entries {", ".join(TARGET_NAMES)}, or those that '
-                "`DataLoaders(targets=('boxes', 'labels'))` names. Leave n_inp out."
-            )
-        return (batch,), tuple(named[k] for k in TARGET_NAMES if named.get(k) is not None)
-
-    items = (
-        tuple(batch)
-        if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
-        else (batch,)
-    )
-    if not items:
+    is_row = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
+    is_mapping = isinstance(batch, Mapping)
+    if (is_row or is_mapping) and len(batch) == 0:
         raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
+    if is_mapping:
+        return (batch,), tuple(batch[k] for k in TARGET_NAMES if batch.get(k) is not None)
+    items = tuple(batch) if is_row else (batch,)
     n = max(len(items) - 1, 1) if n_inp is None else n_inp
     if not 1 <= n <= len(items):
         raise BatchError(
@@ -88,7 +75,6 @@ class BatchForm:
 
     n_inp: int | None = None  # number of inputs in a tuple
     targets: tuple[str, ...] | None = None  # names of the targets in a mapping
-    strict: bool = True  # raise an error for `n_inp` with a mapping
 
     def split(
         self,
@@ -96,25 +82,18 @@ class BatchForm:
         predicting: bool = False,  # accept a batch without targets
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
         "Split a batch into inputs and targets; raise `BatchError` for a batch that lacks declared entries."
-        if self.targets is not None:
-            return self._split_named(batch, self.targets, predicting)
-        if self.strict or self.n_inp is None or _read_fields(batch) is None:
+        if self.targets is None:
             return split_batch(batch, self.n_inp)
-        return split_batch(batch)
-
-    def _split_named(
-        self, batch: Any, targets: tuple[str, ...], predicting: bool
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        named = _read_fields(batch)
-        missing = [name for name in targets if named is None or name not in named]
-        if predicting and len(missing) == len(targets):
+        named = batch if isinstance(batch, Mapping) else {}
+        missing = [name for name in self.targets if name not in named]
+        if predicting and len(missing) == len(self.targets):
             return split_batch(batch)[0], ()
         if missing:
             raise BatchError(
                 f'The batch {describe(batch)} has no entry {", ".join(map(repr, missing))}: '
-                f'`DataLoaders(targets={targets})` names the entries of dicts that are targets.'
+                f'`DataLoaders(targets={self.targets})` names the entries of dicts that are targets.'
             )
-        return (batch,), tuple((named or {})[name] for name in targets)
+        return (batch,), tuple(named[name] for name in self.targets)
 
 
 def form_of(
@@ -125,7 +104,7 @@ def form_of(
     batch_form = getattr(type(dls), 'batch_form', None)
     if batch_form is not None:
         return batch_form(dls, name)
-    return BatchForm(getattr(dls, 'n_inp', None), strict=False)  # fastai's `n_inp` is always set
+    return BatchForm(getattr(dls, 'n_inp', None))
 
 
 def to_device(
@@ -185,10 +164,8 @@ def find_bs(
     """Return the number of samples in a batch.
 
     `size_func` decides if it is given. Otherwise the first tensor or array outside of lists decides by its first axis,
-    inputs before targets. Without one, the length of the first list or tuple decides. A PackedSequence counts its
-    sequences, and an object with `num_graphs` its graphs.
-
-    Raises `BatchError` in any other case.
+    inputs before targets. Without one, the length of the first list or tuple decides. Raises `BatchError` in any other
+    case.
 
     >>> find_bs({'ids': torch.zeros(8, 12), 'weight': torch.tensor(1.)})
     8
@@ -201,16 +178,14 @@ def find_bs(
     if type(b) is tuple and b and type(b[0]) is Tensor and b[0].ndim:
         return b[0].shape[0]
     entries = [*_iter_entries(b), *_iter_entries(yb)]
-    sizes = (_count_rows(o) for o in entries)
-    n = next((size for size in sizes if size is not None), None)
-    if n is None:
-        n = next((len(o) for o in entries if _is_list(o) and o), None)
-    if n is None:
+    arrays = [o for o in entries if isinstance(o, (Tensor, np.ndarray)) and o.ndim]
+    sized = arrays or [o for o in entries if _is_list(o) and o]
+    if not sized:
         raise BatchError(
             f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Give '
             '`Learner(size_func=f)`, where f(xb, yb) returns the number of samples.'
         )
-    return n
+    return len(sized[0])
 
 
 def count_samples(
@@ -300,8 +275,6 @@ def microbatches(
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
     [[0, 1], [2, 3], [4]]
     """
-    if size < 1:
-        raise BatchError(f'A microbatch has at least 1 sample, not {size}.')
     if n is None:
         n = find_bs((*xb, *yb))
     if n <= size:
@@ -317,14 +290,14 @@ def slice_batch(
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each part
     """Return parts of a batch with the given samples.
 
-    Raises `BatchError` for an entry that cannot be split, such as a PackedSequence; the message has the entry's number.
-    Also raises `BatchError` if no input has one entry per sample, or if tensor targets do not.
+    Raises `BatchError` for an entry that cannot be split, such as a PackedSequence, if no input has one entry per
+    sample, and if tensor targets do not.
 
     >>> slice_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
     [((tensor([2, 0]),), (['c', 'a'],))]
     """
     batches = [
-        (_slice_entries('input', xb, n, rows), _slice_entries('target', yb, n, rows))
+        (tuple(take_rows(o, n, rows) for o in xb), tuple(take_rows(o, n, rows) for o in yb))
         for rows in slices
     ]
     for name, whole, parts in (('inputs', xb, batches[0][0]), ('targets', yb, batches[0][1])):
@@ -338,30 +311,14 @@ def slice_batch(
     return batches
 
 
-def _slice_entries(
-    name: str,  # 'input' or 'target', for errors
-    entries: tuple[Any, ...],
-    n: int,
-    rows: slice | list[int],
-) -> tuple[Any, ...]:
-    "Return the samples `rows` of each entry; an error names the entry that cannot be split."
-    selected = []
-    for i, entry in enumerate(entries):
-        try:
-            selected.append(take_rows(entry, n, rows))
-        except BatchError as e:
-            raise BatchError(f'{name} {i}: {e}') from None
-    return tuple(selected)
-
-
 def apply_model(
     model: Callable[..., Any],  # `nn.Module` or function
     xb: tuple[Any, ...],  # inputs
 ) -> Any:
     """Call the model with the inputs of a batch.
 
-    A single mapping or dataclass is passed by keyword if the model has parameters of these names or takes only
-    `**kwargs`; other entries are dropped. Otherwise the mapping or dataclass is passed as one argument.
+    A single mapping is passed by keyword if the model has parameters of these names or takes only `**kwargs`; other
+    entries are dropped. Otherwise the mapping is passed as one argument.
 
     >>> apply_model(lambda ids, mask=1: (ids, mask), ({'ids': 5, 'length': 9},))
     (5, 1)
@@ -372,51 +329,38 @@ def apply_model(
 
 
 def passed_names(model: Callable[..., Any], xb: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    "Return the keys of a single mapping or dataclass to pass by keyword, or None to pass `xb` unchanged."
-    if len(xb) != 1 or type(xb[0]) is Tensor:
-        return None
-    fields = _read_fields(xb[0])
-    if not fields:
+    "Return the keys of a single mapping to pass by keyword, or None to pass `xb` unchanged."
+    if len(xb) != 1 or not isinstance(xb[0], Mapping):
         return None
     names, takes_any = _get_parameters(model)
-    if takes_any and all(isinstance(k, str) for k in fields):
-        return tuple(fields)
-    return tuple(k for k in fields if k in names) or None
+    if takes_any:
+        return tuple(xb[0]) or None
+    return tuple(k for k in xb[0] if k in names) or None
 
 
 def call_by_name(
     model: Callable[..., Any], xb: tuple[Any, ...], names: tuple[Any, ...] | None
 ) -> Any:
     "Call the model with the entries `names` of its single input as keywords, or with `xb` if `names` is None."
-    if names is None:
-        return model(*xb)
-    fields = _read_fields(xb[0]) or {}
-    return model(**{k: fields[k] for k in names})
+    return model(*xb) if names is None else model(**{k: xb[0][k] for k in names})
 
 
 def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
-    """Split the output of a model into the prediction and the loss, if the model computed one.
+    """Split the output of a model into the prediction and the loss, if the output is a mapping with a `loss`.
 
-    The output is split if it is a mapping or dataclass with `loss` or `logits`, or another object with a `loss`. The
-    prediction is `logits`, or all entries except the loss if there is no `logits`. Any other output is the prediction.
+    The prediction is the entry `logits`, or a dict of all entries except the loss if there is no `logits`.
 
     >>> unpack_output({'loss': 0.5, 'logits': [1, 2]})
     ([1, 2], 0.5)
     >>> unpack_output({'boxes': [1, 2]})
     ({'boxes': [1, 2]}, None)
     """
-    if isinstance(out, (Tensor, tuple, list)):
+    if not isinstance(out, Mapping):
         return out, None
-    named = _read_fields(out)
-    if named is None:
-        # `logits` alone does not mark a model output: torch's distributions have `logits` too
-        if getattr(out, 'loss', None) is None:
-            return out, None
-        named = {'loss': out.loss, 'logits': getattr(out, 'logits', None)}
-
-    loss = named.get('loss')
-    logits = named.get('logits')
-    return (_drop_loss(out) if logits is None else logits), loss
+    pred = out.get('logits')
+    if pred is None:
+        pred = {k: v for k, v in out.items() if k != 'loss'} if 'loss' in out else out
+    return pred, out.get('loss')
 
 
 def short_repr(value: Any) -> str:
@@ -440,69 +384,37 @@ def describe(batch: Any) -> str:
     "{'ids': Tensor[8, 12] float32, 'text': [8 x str]}"
     """
     if isinstance(batch, (Tensor, np.ndarray)):
-        return (
-            f'{type(batch).__name__}{list(batch.shape)} {str(batch.dtype).removeprefix("torch.")}'
-        )
+        dtype = str(batch.dtype).removeprefix('torch.')
+        return f'{type(batch).__name__}{list(batch.shape)} {dtype}'
     children = children_of(batch)
     if children is None:
         return type(batch).__name__
+    parts = [describe(o) for o in children[:8]] + ['...'] * (len(children) > 8)
+    if isinstance(batch, Mapping):
+        named = [f'{k!r}: {part}' for k, part in zip(batch, parts, strict=False)]
+        return '{' + ', '.join(named) + '}'
     kinds = {type(o).__name__ for o in children}
-    if (
-        len(children) > 3
-        and len(kinds) == 1
-        and isinstance(batch, (list, tuple))
-        and _holds_objects(children)
-    ):
+    if len(children) > 3 and _holds_objects(children) and len(kinds) == 1:
         parts = [f'{len(children)} x {kinds.pop()}']
-    else:
-        parts = _describe_children(batch, children)
-
-    if isinstance(batch, Mapping):
-        return '{' + ', '.join(parts) + '}'
+    text = ', '.join(parts)
     if isinstance(batch, list):
-        return '[' + ', '.join(parts) + ']'
-    name = '' if type(batch) is tuple else type(batch).__name__
-    return f'{name}({", ".join(parts)}{"," if not name and len(children) == 1 else ""})'
-
-
-def _describe_children(batch: Any, children: list[Any]) -> list[str]:
-    "Describe each of the first eight children."
-    if isinstance(batch, Mapping):
-        template = '{!r}: {}'
-    elif _is_dataclass(batch) or hasattr(batch, '_fields'):
-        template = '{}={}'
-    else:
-        template = '{1}'
-    keys = _list_keys(batch)
-    shown = [template.format(k, describe(o)) for k, o in zip(keys, children[:8], strict=False)]
-    return shown + ['...'] * (len(children) > 8)
+        return f'[{text}]'
+    return f'({text},)' if len(children) == 1 else f'({text})'
 
 
 # -- containers ------------------------------------------------------------------------------------
 
 
-def _is_dataclass(o: Any) -> bool:
-    return dataclasses.is_dataclass(o) and not isinstance(o, type)
-
-
 def _list_keys(o: Any) -> list[Any]:
-    "Return the keys of a mapping, the field names of a dataclass or named tuple, or the indices of a tuple or list."
-    if isinstance(o, Mapping):
-        return list(o.keys())
-    if _is_dataclass(o):
-        return [f.name for f in dataclasses.fields(o)]
-    return list(getattr(o, '_fields', range(len(o))))
+    "Return the keys of a mapping, or the indices of a tuple or list."
+    return list(o) if isinstance(o, Mapping) else list(range(len(o)))
 
 
 def children_of(o: Any) -> list[Any] | None:
-    "Return the values of a container, ordered as its keys or fields, or None for an object that is not a container."
+    "Return the values of a container in their order, or None for an object that is not a container."
     if isinstance(o, (tuple, list)):
         return list(o)
-    if isinstance(o, Mapping):
-        return [o[k] for k in o]
-    if _is_dataclass(o):
-        return [getattr(o, f.name) for f in dataclasses.fields(o)]
-    return None
+    return [o[k] for k in o] if isinstance(o, Mapping) else None
 
 
 def rebuild(like: Any, children: list[Any]) -> Any:
@@ -512,12 +424,9 @@ def rebuild(like: Any, children: list[Any]) -> Any:
     new = copy(like)  # keeps attributes such as the factory of a defaultdict
     if isinstance(like, list):
         new[:] = children
-    elif isinstance(like, MutableMapping):
+    else:
         for k, v in zip(list(like), children, strict=True):
             new[k] = v
-    else:
-        for k, v in zip(_list_keys(like), children, strict=True):
-            object.__setattr__(new, k, v)  # `setattr` raises an error for a frozen dataclass
     return new
 
 
@@ -577,23 +486,12 @@ def are_equal(
         return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(are_equal(a[k], b[k], others) for k in a)
-    if type(a) is tuple and set(map(type, a)) == {int} == set(map(type, b)):
-        return bool(a == b)  # without a call for each of the 625 ints of Python's random state
-    a_children = children_of(a)
-    if a_children is not None:
-        b_children = children_of(b) or []
-        pairs = zip(a_children, b_children, strict=False)
-        return len(a_children) == len(b_children) and all(are_equal(v, w, others) for v, w in pairs)
+    if isinstance(a, (tuple, list)):
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(are_equal(v, w, others) for v, w in pairs)
     if others is not None and not isinstance(a, ATOMS):
         return others
     return bool(a == b or (a != a and b != b))
-
-
-def _read_fields(o: Any) -> Mapping[Any, Any] | None:
-    "Return the entries of a mapping, the fields of a dataclass as a dict, or None for any other object."
-    if isinstance(o, Mapping):
-        return o
-    return dict(zip(_list_keys(o), children_of(o) or (), strict=True)) if _is_dataclass(o) else None
 
 
 def _holds_objects(o: Iterable[Any]) -> bool:
@@ -610,7 +508,7 @@ def _is_list(o: Any) -> bool:
 
 
 def _iter_entries(b: Any) -> Iterator[Any]:
-    "Yield the entries of a batch, and of nested mappings, dataclasses and named tuples; a nested list is one entry."
+    "Yield the entries of a batch, and of nested mappings and named tuples; a nested list is one entry."
     children = None if isinstance(b, PackedSequence) else children_of(b)
     if children is None:
         yield b
@@ -620,16 +518,6 @@ def _iter_entries(b: Any) -> Iterator[Any]:
             yield o
         else:
             yield from _iter_entries(o)
-
-
-def _count_rows(o: Any) -> int | None:
-    "Return the number of samples of a tensor, array, PackedSequence or batch of graphs, or None for other objects."
-    if isinstance(o, PackedSequence):
-        return int(o.batch_sizes[0])
-    if isinstance(o, (Tensor, np.ndarray)):
-        return o.shape[0] if o.ndim else None
-    n = getattr(o, 'num_graphs', None)
-    return n if isinstance(n, int) else None
 
 
 def is_sample_list(
@@ -712,13 +600,10 @@ _parameter_cache: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyD
 
 def _get_parameters(model: Any) -> tuple[frozenset[str], bool]:
     "Return the cached parameter names of a model's forward, and True if forward takes only `**kwargs`."
-    try:
-        known = _parameter_cache.get(model)
-        if known is None:
-            known = _parameter_cache[model] = _read_parameters(model)
-        return known
-    except TypeError:
-        return _read_parameters(model)  # an unhashable object, or one without weak references
+    known = _parameter_cache.get(model)
+    if known is None:
+        known = _parameter_cache[model] = _read_parameters(model)
+    return known
 
 
 def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
@@ -738,17 +623,3 @@ def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in ps
     )
     return names, not needed and any(p.kind is p.VAR_KEYWORD for p in ps)
-
-
-def _drop_loss(out: Any) -> Any:
-    "Return a model's output without the loss."
-    if isinstance(out, Mapping):
-        if 'loss' not in out:
-            return out
-        rest = {k: v for k, v in out.items() if k != 'loss'}
-        return type(out)(**rest) if _is_dataclass(out) else rest
-    if getattr(out, 'loss', None) is None:
-        return out
-    new = copy(out)
-    object.__setattr__(new, 'loss', None)
-    return new

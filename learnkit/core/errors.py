@@ -326,7 +326,7 @@ class TimeError(LearnkitError, ValueError):
     >>> from learnkit import Time
     >>> Time('2epochs')
     Traceback (most recent call last):
-    learnkit.core.errors.TimeError: '2epochs' is not a time. Write '2ep'. The units are iter (iterations), ...
+    learnkit.core.errors.TimeError: '2epochs' is not a time. The units are iter (iterations), ...
     """
 
 

@@ -6,21 +6,17 @@ import errno
 import os
 import re
 import secrets
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from warnings import warn
 
 from learnkit.core.errors import FolderInUseError, OptionError
-from learnkit.core.interrupts import run_all
+from learnkit.core.interrupts import deferred_interrupts
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -89,27 +85,12 @@ def check_file(path: Path) -> None:
         raise OptionError(f'{path} cannot be written: {e}.') from None
 
 
-def check_folder(
-    folder: Path,  # the folder; it and its parent folders are created if missing
-    keep_new: bool = False,  # keep a folder that was missing
-) -> None:
-    "Raise `OptionError` if a folder cannot be written; a folder that was missing is removed again."
-    is_new = not folder.exists()
+def check_folder(folder: Path) -> None:
+    "Create a folder and its parent folders if missing; raise `OptionError` if it cannot be written."
     try:
         check_writable(folder / '.writable')  # a subfolder is unlikely to have this name
     except OSError as e:
         raise OptionError(f'{folder} cannot be written: {e}.') from None
-    if is_new and not keep_new:
-        folder.rmdir()
-
-
-def check_folder_name(
-    folder: str | os.PathLike[str],  # option of a callback
-) -> Path:
-    "Return the path of a folder; raise `OptionError` for an empty name and for other types."
-    if isinstance(folder, (str, os.PathLike)) and str(folder).strip():
-        return as_local_path(folder)
-    raise OptionError(f'folder={folder!r}: give a folder.')
 
 
 def as_local_path(path: str | os.PathLike[str]) -> Path:
@@ -226,7 +207,8 @@ class FolderLock:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / '.lock'
         try:
-            with _delayed_signals():
+            # an interrupt within filelock would lose the lock, or leave filelock's own locks held
+            with deferred_interrupts():
                 # a new lock, because a child process cannot acquire a lock made before the fork
                 self._lock = FileLock(path, timeout=0, thread_local=False, on_acquired=_write_owner)
                 self._lock.acquire()
@@ -244,7 +226,7 @@ class FolderLock:
 
     def release(self) -> None:
         "Release the lock; do nothing if it is not held, or in a forked child of the owner."
-        with _delayed_signals():
+        with deferred_interrupts():
             if self._lock is not None:
                 self._lock.release()
 
@@ -256,9 +238,7 @@ class FolderLock:
     def __enter__(self) -> Self:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.release()
 
     def _make_error(self) -> FolderInUseError:
@@ -271,30 +251,6 @@ class FolderLock:
             f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
             'would mix their checkpoints: give this one its own folder, or end the other.'
         )
-
-
-@contextmanager
-def _delayed_signals() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block.
-
-    An interrupt within filelock would lose a lock that is being acquired or released, or would leave filelock's
-    internal locks held, so that other threads wait forever."""
-    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread
-        yield
-        return
-    received: list[int] = []
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    # the handler is None if C code has installed it
-    replaced = {n: handler for n, handler in handlers.items() if handler is not None}
-    try:
-        for n in replaced:
-            signal.signal(n, lambda number, frame: received.append(number))
-        yield
-    finally:
-        run_all(partial(signal.signal, n, handler) for n, handler in replaced.items())
-        # SIGTERM first: its handler may only set a flag
-        for number in sorted(set(received), reverse=True):
-            signal.raise_signal(number)
 
 
 def _write_owner(fd: int) -> None:

@@ -38,8 +38,6 @@ _KEYWORDS = {
     'active': 'steps n_steps',
     'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
 }
-# values of parameters whose values have other names in other libraries
-_VALUES = {'comp': "'less' or 'greater'"}
 _BEST_WEIGHTS = (
     '`SaveModelCallback()` saves the weights when they improve, and loads the best at the end of the fit; '
     'with `every_epoch=True` it saves every epoch, with `at_end=True` it keeps the last weights.'
@@ -50,34 +48,21 @@ _ELSEWHERE = {
     'bs': 'The batch size belongs to the data: `DataLoaders.from_tensors(..., bs=...)`.',
     'n_epoch': 'The number of epochs belongs to the fit: `learn.fit(5)`.',
     'valid': 'Validation data belongs to the data: `Learner((train, valid), model, ...)`.',
-    'train': 'Training data belongs to the Learner: `Learner((train, valid), model, ...)`.',
     'keep_best': '`Checkpoint(keep_best=3)` keeps the three best checkpoints.',
     'restore_best_weights': _BEST_WEIGHTS,
     'save_best_only': _BEST_WEIGHTS,
     'load_best_model_at_end': _BEST_WEIGHTS,
-    'verbose': '`with learn.no_bar():` shows no bar and no rows.',
 }
 # class of another library: class of this package with the same purpose
 _CLASSES = {
     'Trainer': 'Learner',
     'LightningModule': 'Learner',
-    'TrainingArguments': 'Learner',
     'ModelCheckpoint': 'Checkpoint',
-    'CheckpointSaver': 'Checkpoint',
     'LearningRateMonitor': 'LRMonitor',
     'LearningRateScheduler': 'ParamScheduler',
-    'LambdaCallback': 'Callback',
     'TensorBoard': 'TensorBoardLogger',
-    'TensorBoardCallback': 'TensorBoardLogger',
     'WandbCallback': 'WandbLogger',
-    'WandbMetricsLogger': 'WandbLogger',
-    'MLFlowLogger': 'MlflowLogger',
-    'GradientClipping': 'GradientClip',
-    'TQDMProgressBar': 'ProgressCallback',
-    'StochasticWeightAveraging': 'EMA',
-    'Timer': 'SpeedMonitor',
     'DataLoader': 'DataLoaders',
-    'Profiler': 'TorchProfiler',
     'PyTorchProfiler': 'TorchProfiler',
 }
 
@@ -90,15 +75,12 @@ def suggest_keyword(
 
     >>> suggest_keyword('callbacks', ['dls', 'cbs'])
     ' Write `cbs=`.'
-    >>> suggest_keyword('mode', ['monitor', 'comp'])
-    " Write `comp=`, 'less' or 'greater'."
     >>> suggest_keyword('metrcs', ['dls', 'metrics'])
     ' Did you mean `metrics`?'
     """
     for keyword, others in _KEYWORDS.items():
         if keyword in known and name in others.split():
-            values = f', {_VALUES[keyword]}' if keyword in _VALUES else ''
-            return f' Write `{keyword}=`{values}.'
+            return f' Write `{keyword}=`.'
     keywords = [keyword for keyword, others in _KEYWORDS.items() if name in others.split()]
     for keyword in [name, *keywords]:
         if keyword in _ELSEWHERE and keyword not in known:
@@ -135,20 +117,9 @@ def check_keywords(f: F) -> F:
         if not kwargs.keys() <= known:
             name = next(name for name in kwargs if name not in known)
             hint = suggest_keyword(name, sorted(known))
-            called = _name_call(call, args)
-            raise TypeError(f'{called}() got an unexpected keyword argument {name!r}.{hint}')
+            raise TypeError(
+                f'{f.__qualname__}() got an unexpected keyword argument {name!r}.{hint}'
+            )
         return f(*args, **kwargs)
 
     return call  # type: ignore[return-value]  # the signature is that of `f`
-
-
-def _name_call(
-    f: Callable[..., Any],  # the decorated function
-    args: tuple[Any, ...],  # its positional arguments
-) -> str:
-    "Return a function's name; a constructor gets the name of the class that was called, and not of its base."
-    if f.__name__ == '__init__' and args:
-        for cls in type(args[0]).__mro__:
-            if cls.__init__ is f:  # type: ignore[misc]  # only compared
-                return f'{cls.__qualname__}.__init__'
-    return f.__qualname__

@@ -1,7 +1,7 @@
 """Tables as HTML and text, and updatable outputs for notebooks.
 
-All table contents are escaped. Tables use the page's colors, light or dark, with gray borders that are visible on both.
-A saved notebook needs no other files, and contains a plain-text version of each output."""
+All table contents are escaped. Tables use the page's colors, light or dark. A saved notebook needs no other files, and
+contains a plain-text version of each output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from html import escape
+from itertools import zip_longest
 from math import inf
 from numbers import Integral, Real
 from typing import Any
 
 MAX_ROWS = 60  # maximum number of rows of a table, which keeps a saved notebook small
-_LINE = 'thin solid rgba(128,128,128,.4)'
+_START = '<table style="border-collapse:collapse">'
 
 
 def table(
     head: Sequence[str],  # names of the columns
     rows: Iterable[Sequence[Any]],  # rows of values; columns of numbers are right-aligned
     title: str = '',  # title above the table
-    max_rows: int = MAX_ROWS,  # maximum number of rows; of a longer table, the first and last rows are shown
 ) -> str:
-    """Return an HTML table.
+    """Return an HTML table; of more than `MAX_ROWS` rows, the first and last rows are shown.
 
     >>> table(['part', 'us'], [['loss', 3]], 'a step')[:67]
     '<div><b>a step</b></div><table style="border-collapse:collapse"><th'
@@ -32,13 +32,10 @@ def table(
     columns = zip(*cells, strict=False)
     sides = ['right' if all(map(_is_number, column)) else 'left' for column in columns]
     lines = [html_row('td', row, sides) for row in cells]
-    note_row = f'<tr><td colspan="{len(head)}">{{}}</td></tr>'
-    body = ''.join(truncate_rows(lines, max_rows, note_row, '... {} more ...'))
-    header = f'<thead>{html_row("th", head, sides, f"border-bottom:{_LINE}")}</thead>'
-    return (
-        f'{_make_title(title)}<table style="border-collapse:collapse">{header}'
-        f'<tbody>{body}</tbody></table>'
-    )
+    note = f'<tr><td colspan="{len(head)}">... {{}} more ...</td></tr>'
+    body = ''.join(truncate_rows(lines, MAX_ROWS, note))
+    header = f'<thead>{html_row("th", head, sides)}</thead>'
+    return f'{_make_title(title)}{_START}{header}<tbody>{body}</tbody></table>'
 
 
 def text_table(
@@ -70,36 +67,25 @@ def definitions(
     >>> 'ZeroDivisionError' in definitions({'half': lambda: 1 / 0, 'whole': 1})
     True
     """
-    name_style = f'vertical-align:top;border-right:{_LINE}'
     rows = ''
     for name, value in entries.items():
-        content = '<br>'.join(map(escape, _format_lines(value)))
-        name_cell = _make_cell('th', escape(name), 'left', name_style)
-        rows += f'<tr>{name_cell}{_make_cell("td", content, "left")}</tr>'
-    return (
-        f'{_make_title(title)}<table style="border-collapse:collapse"><tbody>{rows}</tbody></table>'
-    )
+        found = safe_call(value) if callable(value) else value
+        lines = found if isinstance(found, list) else [found]
+        content = '<br>'.join(escape(str(line)) for line in lines)
+        rows += f'<tr><th>{escape(name)}</th><td style="text-align:left">{content}</td></tr>'
+    return f'{_make_title(title)}{_START}<tbody>{rows}</tbody></table>'
 
 
 def html_row(
     tag: str,  # tag of the cells: 'th' or 'td'
     cells: Iterable[str],  # contents of the cells
     sides: Sequence[str] = (),  # alignment of the cells: 'left' or 'right'; empty: the default
-    style: str = '',  # CSS of each cell
 ) -> str:
     "Return a row of a table."
-    cells = list(cells)
-    sides = [*sides, *[''] * (len(cells) - len(sides))]
-    html_cells = [
-        _make_cell(tag, escape(cell), side, style) for cell, side in zip(cells, sides, strict=False)
-    ]
-    return f'<tr>{"".join(html_cells)}</tr>'
-
-
-def _make_cell(tag: str, html: str, side: str, style: str = '') -> str:
-    alignment = f'text-align:{side}' if side else ''
-    styles = ';'.join(filter(None, (alignment, style)))
-    return f'<{tag} style="{styles}">{html}</{tag}>' if styles else f'<{tag}>{html}</{tag}>'
+    styles = [f' style="text-align:{side}"' for side in sides]
+    pairs = zip_longest(cells, styles, fillvalue='')
+    row = ''.join(f'<{tag}{style}>{escape(cell)}</{tag}>' for cell, style in pairs)
+    return f'<tr>{row}</tr>'
 
 
 def _is_number(text: str) -> bool:
@@ -109,13 +95,6 @@ def _is_number(text: str) -> bool:
 
 def _make_title(title: str) -> str:
     return f'<div><b>{escape(title)}</b></div>' if title else ''
-
-
-def _format_lines(value: Any) -> list[str]:
-    "Return the lines of a value, a list of lines, or a function that returns either."
-    if callable(value):
-        value = safe_call(value)
-    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def safe_call(f: Callable[[], Any]) -> Any:
@@ -147,19 +126,15 @@ def format_cell(value: Any) -> str:
 def truncate_rows(
     lines: list[str],
     max_rows: int,  # maximum number of lines; further lines are hidden
-    row: str,  # template of the row with the note, with '{}'
-    note: str,  # template of the note, with '{}' for the number of hidden lines
-    first: int = 10,  # number of lines before the note
+    note: str,  # template of the line that replaces them, with '{}' for their number
 ) -> list[str]:
-    """Replace surplus lines after the first few by a note.
+    """Replace surplus lines after the first ten by a note.
 
-    >>> truncate_rows(['a', 'b', 'c', 'd'], 2, '({})', '{} more', first=1)
-    ['a', '(2 more)', 'd']
+    >>> truncate_rows([*'abcdefghijklmn'], 12, '{} more')
+    ['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j', '2 more', 'm', 'n']
     """
     hidden = len(lines) - max_rows
-    if hidden <= 0:
-        return lines
-    return [*lines[:first], row.format(note.format(hidden)), *lines[first + hidden :]]
+    return lines if hidden <= 0 else [*lines[:10], note.format(hidden), *lines[10 + hidden :]]
 
 
 def never_raising(f: Callable[[Any], str]) -> Callable[[Any], str | None]:

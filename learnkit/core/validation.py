@@ -107,15 +107,10 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
     ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
     >>> error = TypeError('Linear.forward() takes 2 positional arguments but 3 were given')
     >>> model_hint((torch.zeros(1, 4), torch.zeros(1)), nn.Linear(4, 1), error)
-    ': 2 inputs, and forward() takes 1. ...write `DataLoaders(..., n_inp=1)`. ...'
+    ': 2 inputs, and forward() takes 1. ...write `DataLoaders(..., n_inp=1)`'
     """
     if 'more than 1 value per channel' in str(e):
         return ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
-    if 'find_unused_parameters' in str(e):
-        return (
-            ': parameters took no part in the last loss, or were frozen since. '
-            "`learn.distributed('ddp', find_unused_parameters=True)` allows for that"
-        )
     return _input_hint(b, model, e) or precision_hint(b, model)
 
 
@@ -143,12 +138,12 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
     error = str(e)
     forward = getattr(model.forward, '__qualname__', '')
     if error.startswith(f'{forward}() takes'):
-        n_taken = _count_positional(model.forward)
+        taken = re.search(r'(\d+) positional', error)
+        n_taken = int(taken[1]) - 1 if taken else 0  # without `self`
         if 0 < n_taken < len(xb):
             return (
                 f': {len(xb)} inputs, and forward() takes {n_taken}. Without `n_inp` the last entry of a batch is the '
-                f'target, and all others are inputs: write `DataLoaders(..., n_inp={n_taken})`. The loss function gets '
-                'the other entries as targets'
+                f'target, and all others are inputs: write `DataLoaders(..., n_inp={n_taken})`'
             )
     if len(xb) != 1:
         return ''
@@ -156,14 +151,6 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
     if is_missing or re.search(rf'\b{type(xb[0]).__name__}\b', error):
         return _container_hint(xb[0], model)
     return ''
-
-
-def _count_positional(f: Callable[..., Any]) -> int:
-    "Return the number of positional parameters of a function."
-    kinds = [p.kind for p in signature(f).parameters.values()]
-    return sum(
-        kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
-    )
 
 
 def precision_hint(b: Any, model: nn.Module) -> str:
@@ -194,26 +181,9 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
         return ''
     return (
         classes_hint(loss_func, pred, yb, e)
-        or _weight_hint(loss_func, pred)
         or _shape_hint(pred, targ, str(e))
         or _dtype_hint(pred, targ, str(e))
     )
-
-
-def _weight_hint(loss_func: Any, pred: Tensor) -> str:
-    "Return a hint for class weights of another dtype or on another device."
-    for name in ('weight', 'pos_weight'):
-        keyword = getattr(loss_func, 'keywords', {}).get(name)
-        weight = getattr(loss_func, name, keyword)
-        if not isinstance(weight, Tensor):
-            continue
-        if weight.device != pred.device:
-            return f': its {name} is on {weight.device}. Give `{name}.to(learn.dls.device)`'
-        if weight.dtype != pred.dtype and not torch.is_autocast_enabled(pred.device.type):
-            conversion = 'float()' if pred.dtype == torch.float32 else f'to({pred.dtype})'
-            dtype = str(weight.dtype).removeprefix('torch.')
-            return f': its {name} is in {dtype}. Give `{name}.{conversion}`'
-    return ''
 
 
 def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
@@ -223,11 +193,7 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
         conversion = '' if targ.dtype == torch.int64 else '.long()'
         return f'. Give the targets as `y[:, 0]{conversion}`'
-    if 'class probabilities' not in error or pred.shape != targ.shape:
-        return ''
-    if targ.ndim == 1:
-        return ': the predictions have no axis of classes'
-    return ': one-hot targets are floats. Give `y.float()`, or `y.argmax(1)`'
+    return ''
 
 
 def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
@@ -235,11 +201,8 @@ def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     if 'Long' in error and 'but got' in error and targ.dtype != torch.int64:
         return ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
     phrases = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
-    if (
-        pred.is_floating_point()
-        and not targ.is_floating_point()
-        and any(phrase in error for phrase in phrases)
-    ):
+    is_int = pred.is_floating_point() and not targ.is_floating_point()
+    if is_int and any(phrase in error for phrase in phrases):
         return (
             ": the targets are to be floats. Give `y.astype('float32')`, or of a tensor `y.float()`"
         )
@@ -253,13 +216,11 @@ def classes_hint(loss_func: Any, pred: Tensor, yb: tuple[Any, ...], e: Exception
     >>> classes_hint(nn.CrossEntropyLoss(), torch.zeros(2, 5), (torch.tensor([0, 9]),), error)
     ': targets from 0 to 9 for 5 classes'
     """
-    axis = getattr(loss_func, 'axis', 1)
     if not isinstance(e, IndexError) or 'out of bounds' not in str(e):
         return ''
-    if not -pred.ndim <= axis < pred.ndim:
-        return ''
     low, high = (int(v) for v in yb[0].aminmax())
-    return f': targets from {low} to {high} for {pred.shape[axis]} classes'
+    n_classes = pred.shape[getattr(loss_func, 'axis', 1)]
+    return f': targets from {low} to {high} for {n_classes} classes'
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -272,20 +233,16 @@ def takes_alone(f: Any) -> str:
     """
     try:
         sig = signature(f.forward if isinstance(f, nn.Module) else f)
-    except (TypeError, ValueError):
-        return ''  # functions written in C have no signature; none is a loss of one argument
-
-    def accepts(n: int) -> bool:
-        try:
-            sig.bind(*[f] * n)
-        except TypeError:
-            return False
-        return True
-
-    first = next(iter(sig.parameters.values()), None)
-    if first is None or first.kind is first.VAR_POSITIONAL or not accepts(1):
+        sig.bind(f)
+    except (TypeError, ValueError):  # functions written in C have no signature
         return ''
-    return 'also' if accepts(2) else 'only'
+    if next(iter(sig.parameters.values())).kind is Parameter.VAR_POSITIONAL:
+        return ''
+    try:
+        sig.bind(f, f)
+    except TypeError:
+        return 'only'
+    return 'also'
 
 
 def takes(f: Any, name: str) -> bool:
@@ -373,9 +330,8 @@ def check_pairing(
     if len(yb) != 1 or not isinstance(pred, Tensor) or not isinstance(yb[0], Tensor):
         return
     targ = yb[0]
-    if pred.shape == targ.shape or not _would_broadcast(pred, targ):
-        return
-    if not _ignores_order(loss_func, pred, targ):
+    is_paired = pred.shape == targ.shape or pred.numel() != targ.numel()
+    if is_paired or not _ignores_order(loss_func, pred, targ):
         return
     name = name_of(unwrap_partial(loss_func))
     raise LossError(
@@ -395,7 +351,7 @@ def check_class_scores(
 
     >>> check_class_scores(nn.CrossEntropyLoss(), torch.zeros(8, 1), (torch.zeros(8, 1),))
     Traceback (most recent call last):
-    learnkit.core.errors.LossError: CrossEntropyLoss compares classes: predictions of shape (8, 1) have one class, ...
+    learnkit.core.errors.LossError: CrossEntropyLoss compares classes: predictions of shape (8, 1) have one class. ...
     """
     loss = unwrap_partial(loss_func)
     kind = getattr(loss, 'func', loss)  # `CrossEntropyLossFlat` has torch's loss as `func`
@@ -405,34 +361,21 @@ def check_class_scores(
         return
     targ = yb[0]
     axis = getattr(loss, 'axis', 1)
-    is_soft = targ.is_floating_point() and targ.shape == pred.shape
-    if pred.ndim == 1 and is_soft:
-        problem = f'are the scores of one sample in {len(pred)} classes'
-    elif -pred.ndim <= axis < pred.ndim and pred.shape[axis] == 1:
-        problem = 'have one class, whose loss is always 0'
-    else:
-        if is_soft:
-            _warn_of_numbers(name_of(loss), targ, axis)
+    has_axis = -pred.ndim <= axis < pred.ndim
+    if not has_axis or pred.shape[axis] == 1:
+        raise LossError(
+            f'{name_of(loss)} compares classes: predictions of shape {tuple(pred.shape)} have one class. '
+            f'{_OTHER_LOSSES}'
+        )
+    if not targ.is_floating_point() or targ.shape != pred.shape:
         return
-    raise LossError(
-        f'{name_of(loss)} compares classes: predictions of shape {tuple(pred.shape)} {problem}. {_OTHER_LOSSES}'
-    )
-
-
-def _warn_of_numbers(
-    name: str,  # name of the loss
-    targ: Tensor,  # targets with an entry for each class
-    axis: int,  # class dimension
-) -> None:
-    "Warn about targets that are not probabilities: negative, or with a sum other than 1, or 0 for an ignored sample."
     total = targ.detach().float().sum(axis)
-    is_sum = (total - 1).abs() < 1e-2
-    if bool(((is_sum | (total == 0)).all() & (targ >= 0).all()).cpu()):
-        return
-    warn_user(
-        f"{name} takes targets of the predictions' shape as probabilities, and these are not: they are "
-        f'negative, or do not sum to 1 over the classes. {_OTHER_LOSSES}'
-    )
+    is_sum = ((total - 1).abs() < 1e-2) | (total == 0)  # 0: a sample that is ignored
+    if not bool(is_sum.all() & (targ >= 0).all()):
+        warn_user(
+            f"{name_of(loss)} takes targets of the predictions' shape as probabilities, and these are not: they are "
+            f'negative, or do not sum to 1 over the classes. {_OTHER_LOSSES}'
+        )
 
 
 def shape_fix(
@@ -451,35 +394,25 @@ def shape_fix(
     return 'Give both one shape.'
 
 
-def _would_broadcast(pred: Tensor, targ: Tensor) -> bool:
-    "Return True if torch would broadcast predictions and the same number of targets to more elements."
-    if pred.numel() != targ.numel() or pred.is_complex() or targ.is_complex():
-        return False
-    try:
-        return torch.broadcast_shapes(pred.shape, targ.shape).numel() > pred.numel()
-    except RuntimeError:
-        return False
-
-
 def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) -> bool:
-    "Return True if shifting the targets does not change the loss; False if the loss cannot be computed."
-    ramp = torch.linspace(0, 1, pred.numel(), device=pred.device)
+    "Return True for shapes that torch broadcasts, if shifting the targets does not change the loss."
+    n = pred.numel()
+    ramp = torch.linspace(0, 1, n, device=pred.device)
     test_pred = ramp.to(pred.dtype).view(pred.shape)
-    test_targ = ramp if targ.is_floating_point() else ramp > 0.5
+    test_targ = (ramp if targ.is_floating_point() else ramp > 0.5).to(targ.dtype)
 
     def compute_loss(shift: int) -> Tensor:
-        shifted = test_targ.roll(shift).to(targ.dtype).view(targ.shape)
-        loss: Tensor = loss_func(test_pred, shifted).double().sum()
-        return loss
+        loss: Tensor = loss_func(test_pred, test_targ.roll(shift).view(targ.shape))
+        return loss.double().sum()
 
     try:
+        if torch.broadcast_shapes(pred.shape, targ.shape).numel() == n:
+            return False
         with preserved_rng(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            loss = compute_loss(0)
-            shifted_loss = compute_loss(pred.numel() // 2)
+            return bool(torch.isclose(compute_loss(0), compute_loss(n // 2), rtol=0.01))
     except Exception:
-        return False
-    return bool(torch.isclose(loss, shifted_loss, rtol=0.01))
+        return False  # other shapes, or a loss that cannot be computed
 
 
 # -- predictions and targets of metrics ------------------------------------------------------------
@@ -503,42 +436,3 @@ def check_choice(
         'no classes to choose from. Give the model two outputs, and train with cross_entropy, or use a metric of '
         'labels, such as `accuracy_multi` or `F1ScoreMulti`, which predict 1 above `thresh`.'
     )
-
-
-def needs_class_indices(f: F) -> F:
-    "Mark a metric function whose targets are class indices, for `check_class_numbers`; used as a decorator."
-    vars(f)['needs_class_indices'] = True
-    return f
-
-
-def takes_class_numbers(
-    metric: Any,  # metric of learnkit, or a wrapper around one
-) -> bool:
-    "Return True if a metric's function was marked by `needs_class_indices`."
-    while metric is not None:
-        f = getattr(metric, 'func', None) or getattr(metric, 'prepare', None)
-        if getattr(unwrap_partial(f), 'needs_class_indices', False):
-            return True
-        metric = getattr(metric, '__dict__', {}).get('metric')
-    return False
-
-
-def check_class_numbers(
-    name: str,  # name of the metric, for the message
-    yb: tuple[Any, ...],  # targets of a batch
-) -> None:
-    """Raise `MetricError` for targets that are not class numbers. The check synchronizes with the device.
-
-    >>> check_class_numbers('accuracy', (torch.tensor([0.5, 1.]),))
-    Traceback (most recent call last):
-    learnkit.core.errors.MetricError: accuracy: the targets, such as 0.5, are not class numbers. ...
-    """
-    targ = yb[0] if yb else None
-    if not isinstance(targ, Tensor) or not targ.is_floating_point():
-        return
-    fractions = targ[targ != targ.round()]
-    if len(fractions):
-        raise MetricError(
-            f'{name}: the targets, such as {fractions[0].item():.4g}, are not class numbers. For other numbers, '
-            'use `mse`, `mae`, `rmse` and `R2Score`.'
-        )

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from learnkit.core.batch import short_repr
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import check_count, is_count
+from learnkit.core.validation import check_count
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
 
@@ -27,18 +26,9 @@ def parse_length(
     n, budget = length, None
     if isinstance(length, (str, Time)):
         n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
-    elif hasattr(length, '__iter__') and not is_count(length, 0):  # a tensor may hold a number
-        raise FitError(
-            f'n_epoch={short_repr(n)}: give a whole number, 0 or more. Data goes into the Learner: '
-            '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'
-        )
     if budget is None:
         n = check_count('n_epoch', n, 0, FitError)
     start = check_count('start_epoch', start_epoch, 0, FitError)
-    if n is None and start:
-        raise FitError(
-            f'start_epoch={start} needs a fit of epochs, `fit(10)`, and no budget of another unit.'
-        )
     if n is not None and start > n:
         raise FitError(
             f'start_epoch={start_epoch} is past n_epoch={n}, which counts '
@@ -84,8 +74,7 @@ class Budget(Callback):
     """Stop the fit at the end of the batch that uses up its budget; `pct_train` is the used share.
 
     `fit('2h')` adds it. The current epoch ends as usual, with its evaluation and its checkpoints. Checkpointed: the
-    Learner's total at the start of the fit, the used share at the end of the last epoch, and the number of consecutive
-    epochs that have used nothing.
+    Learner's total at the start of the fit, and whether the budget is used up.
 
     >>> Budget('500ba').total
     Time('500ba')
@@ -99,16 +88,14 @@ class Budget(Callback):
         self.total = as_time(total, 'ep')
         self.total_at_start = 0.0  # amount that the Learner had finished at the start of the fit
         self._has_stopped = False  # True if the budget has stopped the fit
-        self._last_share = 0.0  # used share at the end of the last epoch
-        self._n_idle = 0  # number of consecutive epochs that have used nothing
+        self._shares: list[float] = []  # used share at the start of the fit and after each epoch
         if self.total.unit == 'sec':
-            self.nondeterministic_state = ('began', 'last')
+            self.nondeterministic_state = ('began',)
 
     def before_fit(self) -> None:
         self.total_at_start = self.learn.finished(self.total.unit)
-        self._n_idle = 0
-        self._last_share = 0.0
         self._has_stopped = False
+        self._shares = [self.share()]
 
     def before_train(self) -> None:
         self.learn.pct_train = min(1.0, self.share())
@@ -118,13 +105,10 @@ class Budget(Callback):
 
     def after_epoch(self) -> None:
         self._update_share()
-        last = self._last_share
-        self._last_share = self.share()
-        self._n_idle = 0 if self._last_share > last else self._n_idle + 1
-        if self._n_idle > 1:
+        self._shares = [*self._shares[-2:], self.share()]
+        if len(self._shares) == 3 and len(set(self._shares)) == 1:
             raise FitError(
-                f'fit({str(self.total)!r}) would never end: two epochs in a row have used nothing of '
-                'it. Are their batches or steps all cancelled?'
+                f'fit({str(self.total)!r}) would never end: two epochs in a row have used nothing of it.'
             )
 
     def share(self) -> float:
@@ -141,18 +125,11 @@ class Budget(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            'began': self.total_at_start,
-            'last': self._last_share,
-            'n_idle': self._n_idle,
-            'ended': self._has_stopped,
-        }
+        return {'began': self.total_at_start, 'ended': self._has_stopped}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.total_at_start = sd['began']
-        self._last_share = sd['last']
-        self._n_idle = sd['n_idle']
         self._has_stopped = sd['ended']
         if self._has_stopped and self.share() < 1:
             # the fit is resumed with a larger budget

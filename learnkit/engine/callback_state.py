@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from io import IOBase
 from logging import Logger
 from pathlib import Path, PurePath
@@ -186,7 +187,7 @@ def _split_attributes(cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
     "Restore attributes that `collect_attributes` returned, without calling the callback's `__setattr__`."
-    own = _get_attributes(cb)
+    own = vars(cb)
     for name, value in attributes.items():
         if isinstance(value, Mapping) and value.get(_KIND) == _GENERATORS:
             restore_own([own.get(name)], value['of'])
@@ -196,12 +197,12 @@ def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
 
 def note_attributes(cb: Any) -> None:
     "Store the attributes that no checkpoint holds when a callback is added; they are created with the callback."
-    _get_attributes(cb).setdefault(_ADDED_KEY, lost_attributes(cb))
+    vars(cb).setdefault(_ADDED_KEY, lost_attributes(cb))
 
 
 def replaced_attributes(cb: Any) -> dict[str, str]:
     "Return the types of the attributes that no checkpoint holds and that are new since the callback was added."
-    added = _get_attributes(cb).get(_ADDED_KEY, {})
+    added = vars(cb).get(_ADDED_KEY, {})
     return {
         name: type(value).__name__
         for name, value in lost_attributes(cb).items()
@@ -220,13 +221,9 @@ def warn_of_lost_attributes(learn: Learner) -> None:
             )
 
 
-def _get_attributes(cb: Any) -> dict[str, Any]:
-    return getattr(cb, '__dict__', {})
-
-
 def _list_attributes(cb: Any) -> dict[str, Any]:
     "Return the attributes that a callback has by itself, not by a class of this package with a state."
-    own = _get_attributes(cb)
+    own = vars(cb)
     by_base = own.get(SET_BY_BASE, ()) if _inherits_state(cb) else ()
     return {k: v for k, v in own.items() if k not in _NOT_STATE and k not in by_base}
 
@@ -239,11 +236,9 @@ def _is_recreated(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    "Return True for a part of a model, a function, a file, and an object of this package."
+    "Return True for a part of a model, a function or another callable, a file, and an object of this package."
     if isinstance(value, Tensor):
         return value.requires_grad
-    if isinstance(value, Callback):
-        return value.learn is not None
     return isinstance(value, _RECREATED_TYPES) or _is_from_learnkit(type(value)) or callable(value)
 
 
@@ -294,6 +289,11 @@ class DataKind:
     decode: Callable[[Any, Any], Any]  # f(data, callback): the value
 
 
+def _is(kind: type) -> Callable[[Any], bool]:
+    "Return a function that is True for objects of exactly this class."
+    return lambda value: type(value) is kind
+
+
 def _encode_array(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array.copy())  # raises for strings, objects and the other byte order
 
@@ -301,30 +301,19 @@ def _encode_array(array: np.ndarray[Any, Any]) -> Tensor:
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float)}
 
 data_kinds: dict[str, DataKind] = {
-    'array': DataKind(
-        lambda value: type(value) is np.ndarray, _encode_array, lambda t, cb: t.numpy().copy()
-    ),
+    'array': DataKind(_is(np.ndarray), _encode_array, lambda t, cb: t.numpy().copy()),
     'Path': DataKind(lambda value: isinstance(value, PurePath), str, lambda name, cb: Path(name)),
-    'timedelta': DataKind(
-        lambda value: type(value) is timedelta,
-        timedelta.total_seconds,
-        lambda seconds, cb: timedelta(seconds=seconds),
-    ),
-    'L': DataKind(lambda value: type(value) is L, list, lambda items, cb: L(items)),
-    'set': DataKind(
-        lambda value: type(value) is set,
-        lambda value: sorted(value, key=repr),  # the order of a set differs from run to run
-        lambda items, cb: set(items),
-    ),
+    'timedelta': DataKind(_is(timedelta), timedelta.total_seconds, lambda s, cb: timedelta(0, s)),
+    'L': DataKind(_is(L), list, lambda items, cb: L(items)),
+    # sorted, because the order of a set differs from run to run
+    'set': DataKind(_is(set), partial(sorted, key=repr), lambda items, cb: set(items)),
     'defaultdict': DataKind(
         lambda value: type(value) is defaultdict and value.default_factory in _FACTORIES.values(),
         lambda value: (value.default_factory.__name__, dict(value)),
         lambda data, cb: defaultdict(_FACTORIES[data[0]], data[1]),
     ),
     'deque': DataKind(
-        lambda value: type(value) is deque,
-        lambda value: (list(value), value.maxlen),
-        lambda data, cb: deque(*data),
+        _is(deque), lambda value: (list(value), value.maxlen), lambda data, cb: deque(*data)
     ),
 }
 

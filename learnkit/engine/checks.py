@@ -13,11 +13,9 @@ from learnkit.core.errors import FitError, LossError, MetricError, ModelError, O
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
-    check_class_numbers,
     check_count,
     check_pairing,
     takes_alone,
-    takes_class_numbers,
     warn_of_order,
     warn_user,
 )
@@ -178,10 +176,8 @@ def check_metrics(learn: Learner, train: list[Metric], valid: list[Metric]) -> d
 
 
 def _try_metric(m: Metric, learn: Learner) -> Any:
-    "Check a metric and the kind of its targets on copies of the batch; return the value of a metric function."
+    "Check a metric on copies of the batch; return the value of a metric function."
     pred, yb = map_tensors((learn.pred, learn.yb), lambda t: t.detach().clone())
-    if takes_class_numbers(m):
-        check_class_numbers(m.name, yb)
     if isinstance(m, AvgMetric):
         warn_of_order(m.func)
         try:

@@ -1,17 +1,16 @@
 """Denominators of mean losses: the number that a loss function divides the sum of its terms by.
 
-The denominator is the number of samples, of elements of the targets, of targets that are not ignored, or the sum of
-their class weights. It is the weight of a batch in the loss of an epoch, and in the gradients of microbatches,
-accumulated batches and ranks. Only with these weights does the mean over batches equal the loss of all batches
-together."""
+The denominator is the number of samples, of targets that are not ignored, or the sum of their class weights. It is the
+weight of a batch in the loss of an epoch, and in the gradients of microbatches, accumulated batches and ranks. Only
+with these weights does the mean over batches equal the loss of all batches together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import isclose, isnan
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,19 +33,10 @@ from learnkit.core.validation import warn_user
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-Parts = tuple[tuple[int, float], ...]  # number of samples and loss of each part of a batch
-
 IGNORED = -100  # torch's default `ignore_index`
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
 # functions, and the `forward` of modules
 CLASS_LOSSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-ELEMENT_LOSSES = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss, F.kl_div,
-    nn.MSELoss.forward, nn.L1Loss.forward, nn.SmoothL1Loss.forward, nn.HuberLoss.forward,
-    nn.BCELoss.forward, nn.BCEWithLogitsLoss.forward, nn.PoissonNLLLoss.forward,
-    nn.SoftMarginLoss.forward, nn.KLDivLoss.forward,
-)  # fmt: skip
 
 
 class Denominator:
@@ -61,23 +51,6 @@ class Denominator:
 
 class Samples(Denominator):
     "Denominator of a mean over the samples."
-
-
-class Elements(Denominator):
-    "Denominator of a mean over all elements of the targets; of another reduction, the number of samples."
-
-    def __init__(
-        self,
-        options: Any,  # module or namespace with `reduction`, read for each batch
-    ) -> None:
-        self.options = options
-
-    @override
-    def count(self, yb: tuple[Any, ...]) -> Any:
-        reduction = getattr(self.options, 'reduction', 'mean')
-        if reduction in ('sum', 'batchmean') or not (yb and isinstance(yb[0], Tensor)):
-            return None
-        return yb[0].numel()
 
 
 class Tokens(Denominator):
@@ -143,8 +116,6 @@ class Unknown(Denominator):
     ) -> None:
         self.name = name
         self.has_warned = False
-        self.has_compared = False  # a batch of an evaluation was compared with its parts
-        self.sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 
     def warn(self, why: str) -> None:
         "Warn once that the batches are not weighted as the loss would have it."
@@ -152,10 +123,8 @@ class Unknown(Denominator):
             return
         self.has_warned = True
         warn_user(
-            f'{why}. Batches, microbatches, accumulated batches and processes are weighted by their number of '
-            "samples. If the loss divides by another number, give it: Learner(weight_func='tokens') counts the "
-            f"targets that are not {IGNORED}, weight_func=f returns f(xb, yb), and weight_func='samples' ends this "
-            'warning; a loss that is no mean needs whole batches.'
+            f"{why}. Parts of batches are weighted by their samples: with weight_func='tokens' by the targets that "
+            f"are not {IGNORED}, with weight_func=f by f(xb, yb); weight_func='samples' ends this warning."
         )
 
     def warn_of_ignored(self, yb: tuple[Any, ...]) -> None:
@@ -175,8 +144,6 @@ def denominator_of(loss_func: Any) -> Denominator:
     3
     >>> denominator_of(partial(F.cross_entropy, ignore_index=0)).count((torch.tensor([1, 0, 2]),))
     2
-    >>> denominator_of(nn.MSELoss()).count((torch.zeros(3, 2),))
-    6
     """
     loss_func = bare_model(loss_func)
     if hasattr(loss_func, 'loss_denominator'):
@@ -189,12 +156,12 @@ def denominator_of(loss_func: Any) -> Denominator:
         computes = loss_func.func
     if computes in CLASS_LOSSES:
         return ClassTargets(options)
+    # a `weight` of samples is a divisor, too
     is_weighted = isinstance(options, SimpleNamespace) and hasattr(options, 'weight')
-    if computes in ELEMENT_LOSSES and not is_weighted:
-        return Elements(options)
-    if type(loss_func).__module__.startswith('torch.nn'):
+    module = getattr(computes, '__module__', None) or ''
+    if module.startswith('torch.nn') and not is_weighted:
         return Samples()
-    return Unknown(getattr(loss_func, '__name__', None) or type(loss_func).__name__)
+    return Unknown(name_of(loss_func))
 
 
 def find_model_denominator(model: nn.Module) -> Denominator:
@@ -234,23 +201,15 @@ class LossWeights:
 
     def weigh_batch(self, learn: Learner, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
-        weight = None
-        denominator = self.denominator(learn)
         if callable(learn.weight_func):
-            weight = learn.weight_func(xb, yb)
-        elif not (learn.training and learn.callbacks.average_samples()):
+            return learn.weight_func(xb, yb)
+        weight = None
+        if not (learn.training and learn.callbacks.average_samples()):
+            denominator = self.denominator(learn)
             if not learn.iter and isinstance(denominator, Unknown):
                 denominator.warn_of_ignored(yb)
             weight = denominator.count(yb)
-        if weight is not None:
-            return weight
-        n = find_bs(xb, yb, learn.size_func)
-        if not learn.training and is_guess(denominator, learn):
-            denominator.sizes.add(n)
-            if len(denominator.sizes) > 1 and n > 1 and not denominator.has_compared:
-                denominator.has_compared = True
-                check_is_mean(learn, vars(learn).get('pred'))
-        return n
+        return find_bs(xb, yb, learn.size_func) if weight is None else weight
 
     def denominator(self, learn: Learner) -> Denominator:
         "Return the denominator of the loss, which is found once for each loss function."
@@ -278,39 +237,42 @@ def check_is_mean(
     learn: Learner,  # Learner with a batch
     pred: Any,  # predictions of the batch
 ) -> None:
-    """Compare the loss of a batch with the losses of its parts, if it is unknown what the loss averages over.
+    """Compare the loss of a batch with the losses of two parts, if it is unknown what the loss averages over.
 
     Raises `LossError` for a sum over samples without an attribute `reduction = 'sum'`, and warns of any other loss
     that is not the mean of the losses of the parts, weighted by their numbers of samples.
     """
-    denominator = learn.loss_weights.denominator(learn)
-    if learn.callbacks.average_samples() or not is_guess(denominator, learn):
+    weights = learn.loss_weights
+    denominator = weights.denominator(learn)
+    is_given = learn.weight_func is not None or learn.loss_func is None or weights.is_sum(learn)
+    if is_given or not isinstance(denominator, Unknown) or learn.callbacks.average_samples():
         return
-    for whole, parts in compare_parts(learn, pred):
-        mean = sum(n * loss for n, loss in parts) / sum(n for n, _ in parts)
-        if is_mean(whole, mean, parts, pred):
-            continue
-        if isclose(whole, sum(loss for _, loss in parts), rel_tol=1e-3):
-            raise LossError(
-                f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
-                "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
-            )
-        denominator.warn_of_ignored(learn.yb)
-        denominator.warn(
-            f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts average to '
-            f'{mean:.6g}'
+    compared = compare_parts(learn, pred)
+    if compared is None:
+        return
+    whole, (n_first, first), (n_second, second) = compared
+    mean = (n_first * first + n_second * second) / (n_first + n_second)
+    is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
+    tolerance = 1e-2 if is_half else 1e-4
+    size = max(abs(first), abs(second))
+    if isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size):
+        return
+    if isclose(whole, first + second, rel_tol=1e-3):
+        raise LossError(
+            f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
+            "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
         )
-        return
+    denominator.warn_of_ignored(learn.yb)
+    denominator.warn(
+        f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts average to '
+        f'{mean:.6g}'
+    )
 
 
-def is_guess(denominator: Denominator, learn: Learner) -> TypeGuard[Unknown]:
-    "Return True if the loss function is assumed to be a mean over samples."
-    is_unknown = isinstance(denominator, Unknown) and learn.weight_func is None
-    return is_unknown and learn.loss_func is not None and not learn.loss_weights.is_sum(learn)
-
-
-def compare_parts(learn: Learner, pred: Any) -> Iterator[tuple[float, Parts]]:
-    "Yield the loss of the batch and of two parts, for two divisions; nothing if the batch cannot be divided."
+def compare_parts(
+    learn: Learner, pred: Any
+) -> tuple[float, tuple[int, float], tuple[int, float]] | None:
+    "Return the loss of the batch, and the sizes and losses of two parts; None if the batch cannot be divided."
     loss_func = learn.loss_func
     buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
     preds = tuple(pred) if isinstance(pred, (tuple, list)) else (pred,)
@@ -324,23 +286,16 @@ def compare_parts(learn: Learner, pred: Any) -> Iterator[tuple[float, Parts]]:
 
     try:
         n = find_bs(learn.xb, learn.yb, learn.size_func)
-        # two divisions, because the parts of one may have equal denominators by chance
-        for middle in {n // 2, n // 3} - {0}:
-            parts = slice_batch(preds, learn.yb, n, [slice(middle), slice(middle, n)])
-            first, second = (compute(*part) for part in parts)
-            yield compute(preds, learn.yb), ((middle, first), (n - middle, second))
+        middle = n // 3 or n // 2
+        if not middle:
+            return None
+        parts = slice_batch(preds, learn.yb, n, [slice(middle), slice(middle, n)])
+        first, second = (compute(*part) for part in parts)
+        return compute(preds, learn.yb), (middle, first), (n - middle, second)
     except Exception:
-        return  # the loop raises the error of the loss function
+        return None  # the loop raises the error of the loss function
     finally:
         restore_buffers(buffers, skip_equal=True)
-
-
-def is_mean(whole: float, mean: float, parts: Parts, pred: Any) -> bool:
-    "Return True if a loss is the mean of the losses of its parts, up to rounding errors."
-    is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
-    tolerance = 1e-2 if is_half else 1e-4
-    size = max(abs(loss) for _, loss in parts)
-    return isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size)
 
 
 def check_weight_func(weight_func: Any) -> Any:

@@ -60,8 +60,7 @@ class Microbatches:
     ) -> None:
         "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
         if size == 'auto':
-            n = count_samples(learn)
-            size = min(self.fitting_size or n, n)
+            size = self._find_size(learn)
         xb = learn.xb
         yb = learn.yb
         weights = None
@@ -89,6 +88,10 @@ class Microbatches:
             self.share = 1.0
         learn.loss = sum(losses[1:], losses[0])
 
+    def _find_size(self, learn: Learner) -> int:
+        n = count_samples(learn)
+        return min(self.fitting_size or n, n)
+
     def _backward(self, learn: Learner) -> None:
         "Run backward on the weighted loss; the weight also applies to terms that callbacks added."
         learn.loss_grad = learn.loss_grad * self.share
@@ -98,20 +101,16 @@ class Microbatches:
         "Run on the whole batch. Out of memory, restore the state before the batch and halve the size."
         rng = capture_rng()
         buffers = copy_buffers(learn.model)
-        bs = count_samples(learn)
-        tried = []
         while True:
-            size = min(self.fitting_size or bs, bs)
+            size = self._find_size(learn)
             try:
                 self.run(learn, size)
                 return
             except RuntimeError as e:
-                tried.append(size)
                 if not is_out_of_memory(e):
                     raise
                 if size == 1:
-                    sizes = ', '.join(map(str, tried))
-                    add_note(e, f"microbatch='auto': not even one sample fits; tried {sizes}")
+                    add_note(e, "microbatch='auto': not even one sample fits")
                     raise
             # outside of `except`, where the frames that hold the failed pass's tensors are released
             restore_gradients(learn, [(p, grad.clone()) for p, grad in pending])

@@ -16,7 +16,7 @@ clipping and accumulation apply to the parameters of the optimizer that steps (`
 `step_parameters`).
 
 Callbacks work in such a loop as in the default loop. A loop that calls the model and `backward`
-itself is checked in its first batches, and a warning names the callbacks that have no effect in it.
+itself is checked up to its first step, and a warning names the callbacks that have no effect in it.
 
 Steps that evaluate the loss again (LBFGS, SAM) repeat the passes of the batch: `ClosureStep`.
 """
@@ -24,7 +24,7 @@ Steps that evaluate the loss again (LBFGS, SAM) repeat the passes of the batch: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,6 @@ from learnkit.core.errors import (
     CancelStepException,
     FitError,
     LossError,
-    OptimizerError,
     StepPutOff,
     add_note,
 )
@@ -65,18 +64,16 @@ BATCH_METHODS = (
     '_step',
     '_with_events',
 )
-# events and contexts of a training batch, each with the one that proves that this part of the batch ran
-PROVING_EVENT = {
-    'before_pred': 'before_pred',
-    'after_pred': 'after_pred',
-    'after_loss': 'after_loss',
-    'before_backward': 'before_backward',
-    'after_backward': 'before_backward',
-    'before_step': 'before_step',
-    'after_step': 'before_step',
-    'forward_context': 'forward_context',
-    'backward_context': 'backward_context',
-}
+# events of a training batch that an override may skip
+BATCH_EVENTS = (
+    'before_pred',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'after_backward',
+    'before_step',
+    'after_step',
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +124,6 @@ def forward(learn: Learner, f: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def compute_loss(learn: Learner, pred: Any, *targets: Any) -> Any:
     "Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass."
     __tracebackhide__ = True
-    if learn.loss_func is None:
-        raise LossError(
-            'compute_loss() calls the `loss_func` of the Learner, and there is none: pass '
-            '`loss_func=`, or compute the loss yourself.'
-        )
     with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
         return learn.loss_func(pred, *targets) if targets else loss_of(learn, pred)
 
@@ -152,11 +144,6 @@ def optimize(
     value: Any = loss
     compute = None if isinstance(value, (Tensor, Mapping)) or not callable(value) else value
     call = OptimizeCall(learn.opt.name_of(only), compute, retain_graph)
-    if compute is None and learn.opt.evaluates_again(call.only):
-        raise OptimizerError(
-            f'{learn.opt!r} evaluates the loss several times a step: give optimize() a function '
-            'that computes it, `self.optimize(lambda: ...)`.'
-        )
     own = learn.own_loop
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
         own.loss_sum = own.n_losses = 0
@@ -222,9 +209,8 @@ class ClosureStep:
     """
 
     def __init__(self) -> None:
-        self.repeating = (
-            False  # True while the batch is evaluated again; callbacks do not record it
-        )
+        # True while the batch is evaluated again, which callbacks do not record
+        self.repeating = False
 
     def __call__(self, learn: Learner) -> None:
         "Take the step with a closure. What is recorded is the evaluation before the step."
@@ -287,11 +273,10 @@ def replaces_batch(learn: Learner) -> bool:
 
 
 class EventCheck(Callback):
-    """Warn of callbacks whose events or contexts a custom loop does not fire.
+    """Warn of callbacks whose events a custom loop does not fire.
 
-    `fit` adds this callback for a Learner that overrides a method of the batch. It notes the events
-    that it gets itself, up to the first step, or to the end of an epoch if no step is counted; then it
-    switches itself off for the rest of the fit. No state is checkpointed.
+    `fit` adds this callback for a Learner that overrides a method of the batch. It notes the events that it gets
+    itself, up to the first batch with a step. No state is checkpointed.
     """
 
     order = -10_000
@@ -301,69 +286,41 @@ class EventCheck(Callback):
     runs_first = ('before_step',)
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
-        self.n_steps = 0  # number of optimizer steps before the fit
+        self._seen: set[str] = set()
+        self._n_steps = 0  # number of optimizer steps before the batch
 
-    def before_fit(self) -> None:
-        "Raise `OptimizerError` for an optimizer with a closure, if the loop cannot repeat its passes."
-        learn = self.learn
-        can_repeat = type(learn)._step is not Loop._step
-        if learn.opt.needs_closure and replaces_batch(learn) and not can_repeat:
-            raise OptimizerError(
-                f'{learn.opt!r} evaluates the loss several times a step, and the `_do_one_batch` '
-                f'of {type(learn).__name__} computes it by itself. Write it as `train_batch`, with '
-                '`self.optimize(f)`, where f() computes the loss.'
-            )
-        self.n_steps = learn.opt.n_steps
+    def before_batch(self) -> None:
+        self._n_steps = self.learn.opt.n_steps
 
     @override
     def run_event(self, event_name: str) -> Any:
         "Note the event, and run its method."
-        self.seen.add(event_name)
+        self._seen.add(event_name)
         return super().run_event(event_name)
 
-    def forward_context(self) -> AbstractContextManager[None]:
-        self.seen.add('forward_context')
-        return nullcontext()
-
-    def backward_context(self) -> AbstractContextManager[None]:
-        self.seen.add('backward_context')
-        return nullcontext()
-
     def after_batch(self) -> None:
-        "Warn after the first step."
-        if 'after_cancel_batch' in self.seen:
-            self.seen -= {'after_cancel_batch', 'after_batch'}
-        if self.learn.opt.n_steps > self.n_steps:
-            self.warn_of_missing_events()
-
-    def after_train(self) -> None:
-        "Warn at the end of an epoch that has ended a batch, if no step was counted."
-        if 'after_batch' in self.seen:
-            self.warn_of_missing_events()
+        "After the first step, warn of callbacks that handle events that did not fire."
+        learn = self.learn
+        if learn.opt.n_steps == self._n_steps:
+            return
+        learn.callbacks.hold([self])
+        waiting: dict[str, list[str]] = {}
+        for event in BATCH_EVENTS:
+            for _, switch, cb in learn.callbacks.tables[True][event]:
+                if event not in self._seen and switch and waits_for_events(cb):
+                    waiting.setdefault(type(cb).__name__, []).append(event)
+        if waiting:
+            summary = '; '.join(
+                f'{name} waits for {" and ".join(events)}' for name, events in waiting.items()
+            )
+            warn_user(
+                f'{type(learn).__name__} trains by its own `{list_overrides(learn)[0]}`, which does not fire '
+                f'every event of a batch: {summary}. Write the batch as `train_batch`, with `self.forward(...)` '
+                'and `self.optimize(...)`.'
+            )
 
     def cleanup(self) -> None:
         self.learn.callbacks.release([self])
-
-    def warn_of_missing_events(self) -> None:
-        "Warn of callbacks that handle events that did not fire, and switch the check off."
-        learn = self.learn
-        learn.callbacks.hold([self])
-        waiting: dict[str, list[str]] = {}
-        for event, shown_by in PROVING_EVENT.items():
-            for _, switch, cb in learn.callbacks.tables[True][event]:
-                if shown_by not in self.seen and switch and waits_for_events(cb):
-                    waiting.setdefault(type(cb).__name__, []).append(event)
-        if not waiting:
-            return
-        summary = '; '.join(
-            f'{name} waits for {" and ".join(events)}' for name, events in waiting.items()
-        )
-        warn_user(
-            f'{type(learn).__name__} trains by its own `{list_overrides(learn)[0]}`, which does not fire every '
-            f'event of a batch, so that callbacks do not act as they should: {summary}. Write the batch as '
-            '`train_batch`, with `self.forward(...)` and `self.optimize(...)`.'
-        )
 
 
 def waits_for_events(cb: Any) -> bool:

@@ -16,9 +16,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.core.errors import ModelError
 from learnkit.core.interrupts import run_all
-from learnkit.core.model import bare_model, has_lazy_tensors
 from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
@@ -65,9 +63,7 @@ class Snapshot:
     def __init__(
         self,
         roots: Iterable[Any],  # objects, or containers of them
-        excluded: Iterable[
-            Any
-        ] = (),  # objects that are not copied, nor anything only they refer to
+        excluded: Iterable[Any] = (),  # objects that are not copied, with all only they refer to
         on_host: bool = False,  # whether copies of tensors are on the CPU
     ) -> None:
         self._on_host = on_host
@@ -102,8 +98,8 @@ class Snapshot:
             self._enqueue(o)
         elif isinstance(o, (tuple, frozenset)):
             self._enqueue(o)
-        elif isinstance(o, np.ndarray):
-            self._undo_steps.append(partial(_rewrite_array, o, o.copy()))
+        elif isinstance(o, np.ndarray) and o.flags.writeable:
+            self._undo_steps.append(partial(np.copyto, o, o.copy()))
         else:
             setter = state_setter(o)
             if setter is not None:
@@ -125,24 +121,15 @@ class Snapshot:
 def _rewrite_tensor(
     t: Tensor, value: Tensor, device: torch.device, requires_grad: bool, grad: Tensor | None
 ) -> None:
-    """Restore a tensor's values, `requires_grad` and gradient.
-
-    If shape, dtype or device have changed, or elements overlap, the tensor gets the storage of the copy.
-    """
-    is_same_form = (t.shape, t.dtype, t.device) == (value.shape, value.dtype, device)
-    if is_same_form and (t.layout is not torch.strided or 0 not in t.stride()):
+    "Restore a tensor's values, `requires_grad` and gradient; another shape, dtype or device gets a new storage."
+    if (t.shape, t.dtype, t.device) == (value.shape, value.dtype, device):
         t.copy_(value)
-    elif not (is_same_form and torch.equal(t, value.to(device))):
+    else:
         t.data = value.to(device)
     if not t.is_leaf:
         return
     t.requires_grad_(requires_grad)
     t.grad = grad
-
-
-def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None:
-    if o.flags.writeable and o.shape == value.shape:
-        o[...] = value
 
 
 def _refill(o: Any, items: list[Any]) -> None:
@@ -175,11 +162,6 @@ def restored_objects(
     on_host: bool = False,  # whether copies of tensors are on the CPU
 ) -> Iterator[None]:
     "Restore the model, these objects, the loaders and the random generators at the end of a context."
-    if has_lazy_tensors(learn.model):
-        raise ModelError(
-            f'{type(bare_model(learn.model)).__name__} has parameters without values, which cannot be restored: pass '
-            'a batch through it first, as in `learn.model(x)`.'
-        )
     # listed here because the attributes of a scripted model do not contain its tensors
     tensors = [*learn.model.parameters(), *learn.model.buffers()]
     loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))

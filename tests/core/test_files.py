@@ -54,17 +54,12 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
         check_writable(tmp_path / 'new')
 
 
-@pytest.mark.parametrize('keep_new', [False, True])
-def test_a_new_folder_is_kept_on_request(tmp_path: Path, keep_new: bool) -> None:
-    check_folder(tmp_path / 'new', keep_new)
-    assert (tmp_path / 'new').exists() is keep_new
-    for name in ('run', 'report'):
-        (tmp_path / 'runs' / name).mkdir(parents=True)
-    check_folder(tmp_path / 'runs', keep_new)
-    assert sorted(os.listdir(tmp_path / 'runs')) == ['report', 'run']
+def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
+    check_folder(tmp_path / 'runs' / 'new')
+    assert os.listdir(tmp_path / 'runs') == ['new'] and os.listdir(tmp_path / 'runs' / 'new') == []
     (tmp_path / 'file').touch()
     with pytest.raises(OptionError, match='file cannot be written'):
-        check_folder(tmp_path / 'file', keep_new)
+        check_folder(tmp_path / 'file')
 
 
 def dead_process() -> int:

@@ -19,7 +19,6 @@ from learnkit.core.random import (
     restore_rng,
     state_setter,
 )
-from tests.helpers.fresh import output_of
 
 
 def draw() -> tuple[Any, ...]:
@@ -67,15 +66,6 @@ def test_preserved_also_when_the_block_raises() -> None:
         torch.manual_seed(5)
         raise KeyError
     assert draw() == expected
-
-
-def test_needs_neither_numpys_generator_nor_cuda() -> None:
-    code = (
-        'import sys; from learnkit.core.random import capture_rng, restore_rng; import torch; state = capture_rng(); '
-        'restore_rng(state); state["cuda"] = (state["torch"],); '
-        'assert ("numpy" in state) == ("numpy.random" in sys.modules); assert not torch.cuda.is_initialized()'
-    )
-    output_of(code)
 
 
 @pytest.mark.cuda

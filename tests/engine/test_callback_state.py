@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-import torch
 
 from learnkit import EMA, Callback, CallbackError, EarlyStoppingCallback
 from learnkit.testing import synth_learner
@@ -47,20 +45,6 @@ def test_two_of_one_class_keep_separate_states() -> None:
     c, d = Counter(), Counter()
     learner(c, d).load_callback_states(states)
     assert (c.n, d.n) == (4, 100)
-
-
-def test_states_survive_a_file_that_loads_safely() -> None:
-    learn = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
-    learn.fit(2)
-    file = io.BytesIO()
-    torch.save(learn.callback_states(), file)
-    file.seek(0)
-    states = torch.load(file, weights_only=True)
-    assert set(states) == {'recorder', 'ema', 'early_stopping', 'own', 'train_eval'}
-    other = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
-    other.load_callback_states(states)
-    assert other.early_stopping.best == learn.early_stopping.best and other.history == learn.history
-    assert other.counter.n == learn.counter.n == 8
 
 
 def test_what_is_missing_is_reported_by_name() -> None:

@@ -220,16 +220,6 @@ def test_validation_is_not_split() -> None:
     assert seen == {(True, 2): 3, (True, 1): 1, (False, 7): 1, (False, 5): 1}
 
 
-def test_a_callback_may_change_the_loss_of_a_piece() -> None:
-    model, b = mlp(), batch(7)
-
-    def twice(cb: Any) -> None:
-        cb.learn.loss_grad = 2 * cb.loss_grad
-
-    [got] = grads_at_step([b], model, Callback(before_backward=twice))
-    assert close(got[:-1], [2 * g for g in plain(model, F.mse_loss, b)[:-1]])
-
-
 def test_dropout_draws_as_in_a_loop_over_the_pieces() -> None:
     model, (x, y) = nn.Sequential(mlp(), nn.Dropout(0.5)), batch(7)
     torch.manual_seed(9)
@@ -284,25 +274,6 @@ def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
     assert Counter(seen) == {0: 3, 1: 2, 2: 3, 3: 3} and len(got) == 2
     assert close(got[0][:-1], plain(model, F.mse_loss, bs[0], bs[2])[:-1])
     assert close(got[1], plain(model, F.mse_loss, bs[3]))
-
-
-def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded() -> None:
-    model, bs = mlp(), [batch(7, seed=s) for s in range(3)]
-    seen: list[int] = []
-
-    def cancel(cb: Any) -> None:
-        seen.append(cb.iter)
-        if cb.iter == 1 and seen.count(1) == 2:
-            raise CancelBatchException
-
-    learn = learner(bs, model, Recorder(), Callback(after_loss=cancel))
-    learn.logger = print
-    learn.fit(1)
-    losses = [F.mse_loss(model(x), y).item() for x, y in (bs[0], bs[2])]
-    assert learn.recorder.smooth_loss.raw == pytest.approx(losses, abs=1e-12)
-    assert learn.recorder.lrs == [0.0, 0.0]
-    assert list(learn.recorder.iters) == [2]
-    assert learn.time.st == 2
 
 
 # What is measured

@@ -117,7 +117,7 @@ def assert_recorded_alike(a: Any, b: Any) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize('after', range(1, 2 * N_BATCHES + 1))
+@pytest.mark.parametrize('after', [1, 3, 5, 8, 10])
 def test_every_row_and_step_equals_a_fit_without_a_stop(after: int) -> None:
     def log(cb: Any) -> None:
         cb.learn.log('extra', cb.loss * cb.train_iter, weight=cb.iter + 1)
@@ -126,11 +126,6 @@ def test_every_row_and_step_equals_a_fit_without_a_stop(after: int) -> None:
     straight, other = resumed(make, after)
     assert_recorded_alike(straight, other)
     assert {'train_mae', 'train_rmse', 'extra', 'valid_extra', 'other/mae'} <= set(other.history[0])
-
-
-@pytest.mark.parametrize('after', [N_BATCHES, 2 * N_BATCHES])
-def test_between_epochs(after: int) -> None:
-    assert_recorded_alike(*resumed(learner, after, 'epoch_checkpoint'))
 
 
 @pytest.mark.parametrize('after', [1, 3, 7])
@@ -221,9 +216,6 @@ def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
     assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
-
-
-# ---------------------------------------------------------------------------------------- the state
 
 
 # ------------------------------------------------- loaders that draw their order at the first batch

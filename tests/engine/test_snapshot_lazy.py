@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import DataLoaders, Learner
 from learnkit.callbacks import EMA, SAM, ChannelsLast, GuardNonFinite
-from learnkit.core.errors import ModelError
 
 BS = 16
 
@@ -35,25 +34,6 @@ def fit(learn: Learner, seed: int = 1) -> dict[str, Tensor]:
 def check_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, msg=name)
-
-
-@pytest.mark.parametrize(
-    'search',
-    [
-        lambda learn: learn.lr_find(show_plot=False, num_it=10),
-        lambda learn: learn.find_batch_size(max_size=8),
-    ],
-    ids=['lr_find', 'find_batch_size'],
-)
-def test_a_search_refuses_a_lazy_model(search: Callable[[Learner], Any]) -> None:
-    learn = make()
-    with (
-        learn.no_bar(),
-        pytest.raises(ModelError, match='Sequential has parameters without values'),
-    ):
-        search(learn)
-    assert type(learn.model[0]) is nn.LazyLinear
-    check_equal(fit(learn), fit(make()))
 
 
 @pytest.mark.parametrize('make_cb', [EMA, ChannelsLast, GuardNonFinite])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,36 +80,24 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def train_by_hand(
-    n: int = 6,
-    dtype: torch.dtype = torch.float64,
-    half: bool = False,  # autocast to bfloat16
-    before_step: Callable[[list[nn.Parameter]], Any] = list,  # called with the parameters that step
-    after_step: Callable[[Pair], Any] = lambda model: None,
     lrs: tuple[float, float] = (1e-2, 1e-1),
 ) -> Pair:
     "Train as `Duel` does, in plain torch."
-    model = Pair(dtype)
+    model = Pair()
     opts = two_opts(None, 1e-2, model)
     for opt, lr in zip(opts.values(), lrs, strict=True):
         opt.param_groups[0]['lr'] = lr
 
-    def called(m: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast('cpu', torch.bfloat16, enabled=half):
-            out = m(x)
-        return out.float() if half else out
-
     def step(name: str, loss: Tensor) -> None:
         model.zero_grad()
         loss.backward()
-        before_step(opts[name].param_groups[0]['params'])
         opts[name].step()
-        after_step(model)
 
-    for (real,) in points(n, dtype=dtype):
-        fake = called(model.generator, real.flip(1))
-        critic_loss = F.softplus(-called(model.critic, real)).mean()
-        step('critic', critic_loss + F.softplus(called(model.critic, fake.detach())).mean())
-        step('generator', F.softplus(-called(model.critic, fake)).mean())
+    for (real,) in points():
+        fake = model.generator(real.flip(1))
+        critic_loss = F.softplus(-model.critic(real)).mean()
+        step('critic', critic_loss + F.softplus(model.critic(fake.detach())).mean())
+        step('generator', F.softplus(-model.critic(fake)).mean())
     return model
 
 

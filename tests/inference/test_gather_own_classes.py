@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,8 +21,7 @@ class Boxes(NamedTuple):
     label: str
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     scores: Tensor
     boxes: Any
     note: str = 'plain'
@@ -76,10 +74,8 @@ def seen(o: Any) -> Any:
     "Return a value as plain containers with the names of the classes."
     if isinstance(o, Tensor):
         return o.tolist()
-    if is_dataclass(o):
-        parts: Any = [(f.name, seen(getattr(o, f.name))) for f in fields(o)]
-    elif isinstance(o, (dict, UserDict)):
-        parts = [(k, seen(v)) for k, v in o.items()]
+    if isinstance(o, (dict, UserDict)):
+        parts: Any = [(k, seen(v)) for k, v in o.items()]
     elif isinstance(o, (list, tuple)):
         parts = list(map(seen, o))
     else:
@@ -100,8 +96,7 @@ def test_several_processes_give_what_one_does(model: Any) -> None:
 
 
 def local(rank: int) -> str:
-    @dataclass
-    class Inside:
+    class Inside(NamedTuple):
         x: Tensor
 
     with pytest.raises((BatchError, DistributedError)) as e:

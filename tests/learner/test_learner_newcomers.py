@@ -91,25 +91,18 @@ def test_losses_that_flatten_are_fine(loss: Any) -> None:
     assert len(learn.history) == 1
 
 
-# -- targets and weights of a loss -----------------------------------------------------------------
+# -- targets of a loss -----------------------------------------------------------------------------
 
 CE, BCEL = F.cross_entropy, F.binary_cross_entropy_with_logits
 HINTS = [
     (CE, 3, LABELS.float(), "y.astype('int64')"),
     (CE, 3, LABELS[:, None], '`y[:, 0]`'),
     (BCEL, 1, LABELS[:, None], 'y.float()'),
-    (
-        nn.CrossEntropyLoss(torch.ones(3).double()),
-        3,
-        LABELS,
-        'its weight is in float64. Give `weight.float()`',
-    ),
-    (partial(CE, weight=torch.ones(3, device='meta')), 3, LABELS, '`weight.to(learn.dls.device)`'),
 ]
 
 
 @pytest.mark.parametrize(('loss', 'n_out', 'y', 'expected_text'), HINTS)
-def test_hints_of_targets_and_weights(loss: Any, n_out: int, y: Tensor, expected_text: str) -> None:
+def test_hints_of_targets(loss: Any, n_out: int, y: Tensor, expected_text: str) -> None:
     e = untouched(learner(y, n_out, loss), Exception)
     assert expected_text in notes(e), notes(e)
 

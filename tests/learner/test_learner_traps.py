@@ -211,8 +211,8 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
         (lambda: learner(loss_func=nn.MSELoss), LossError, r'write MSELoss\(\)'),
         (lambda: learner(opt_func='adam').create_opt(), OptimizerError, r'`torch.optim.Adam`'),
         (lambda: learner(metrics='accuracy'), MetricError, 'from learnkit import accuracy'),
-        (lambda: learner().fit('3'), TimeError, "Write '3ep'"),
-        (lambda: EarlyStoppingCallback(patience='3'), TimeError, "Write '3ep'"),
+        (lambda: learner().fit('3'), TimeError, "'3' is not a time"),
+        (lambda: EarlyStoppingCallback(patience='3'), TimeError, "'3' is not a time"),
         (
             lambda: Callback(on_epoch_end=print),
             UnknownEventError,

@@ -156,7 +156,6 @@ def test_targets_of_dicts_by_name() -> None:
     [
         ({'x': 1, 'labels': 2}, {'targets': ('boxes', 'labels')}, BatchError),
         ('tuple', {'targets': 'labels'}, BatchError),
-        ('dict', {'n_inp': 1}, BatchError),
         ('tuple', {'n_inp': {'valid': 4}}, BatchError),
         ('tuple', {'n_inp': {'test': 1}}, LoaderError),
         ('tuple', {'n_inp': 1, 'targets': 'y'}, LoaderError),
@@ -169,8 +168,6 @@ def test_a_form_that_cannot_be_is_an_error_before_the_first_step(
     x, y = points(4, 1)
     if batch == 'tuple':
         batch = (x, y)
-    elif batch == 'dict':
-        batch = {'x': x, 'y': y}
     else:
         batch = {'x': x, 'labels': y}
     model = nn.Linear(1, 1).double()

@@ -116,17 +116,6 @@ def test_a_loss_that_cannot_be_split_is_warned_of_in_processes() -> None:
     assert now == [1] * len(LOSSES)
 
 
-@pytest.mark.parametrize('kind', LOSSES)
-@pytest.mark.parametrize(('sizes', 'expected'), [([8, 8, 5], 1), ([8, 8, 8], 0)])
-def test_an_evaluation_of_unequal_batches(kind: str, sizes: list[int], expected: int) -> None:
-    batches = class_batches(sizes)
-    for y in (batches[0][1], batches[-1][1]):
-        y[:2] = torch.tensor([0, 3])[: len(y)]  # classes with and without a target
-    learn = learner((batches, batches), LOSSES[kind])
-    now = count_warnings(lambda: (learn.validate(), learn.validate()))
-    assert now == expected
-
-
 MEANS: dict[str, Callable[..., Any]] = {
     'function': lambda pred, y: F.cross_entropy(pred, y),
     'per sample': lambda pred, y: F.cross_entropy(pred, y, reduction='none').mean(),
@@ -142,7 +131,7 @@ def test_a_mean_over_samples_is_not_warned_of(kind: str, dtype: torch.dtype) -> 
     assert count_warnings(lambda: learn.fit(2)) == 0
 
 
-# -- sums and means over elements ------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 def summed_learner(sizes: list[int], **options: Any) -> Learner:
@@ -162,30 +151,3 @@ def test_a_sum_is_divided_by_the_samples(sizes: list[int]) -> None:
     assert now['train_loss'] == pytest.approx(expected, rel=1e-13)
     assert now['valid_loss'] == pytest.approx(expected, rel=1e-13)
     assert now['perplexity'] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-6)
-
-
-ELEMENT_LOSSES: dict[str, Any] = {
-    'PoissonNLLLoss': nn.PoissonNLLLoss(),
-    'soft_margin_loss': F.soft_margin_loss,
-    'KLDivLoss': nn.KLDivLoss(),
-    'MSELoss': nn.MSELoss(),
-}
-
-
-@pytest.mark.filterwarnings('ignore:reduction:UserWarning')  # torch, of KLDivLoss
-@pytest.mark.parametrize('kind', ELEMENT_LOSSES)
-def test_ragged_batches_are_weighted_by_elements(kind: str) -> None:
-    gen = torch.Generator().manual_seed(1)
-    batches = [
-        (
-            torch.randn(n, length, generator=gen, dtype=torch.float64),
-            torch.rand(n, length, generator=gen, dtype=torch.float64),
-        )
-        for n, length in ((4, 3), (4, 9), (2, 5))
-    ]
-    loss_func = ELEMENT_LOSSES[kind]
-    flat = [torch.cat([batch[i].flatten() for batch in batches]) for i in range(2)]
-    expected = loss_func(*flat).item()
-    learn = learner((batches, batches), loss_func, model=nn.Sequential(nn.Identity()))
-    (loss,) = learn.validate()
-    assert loss == pytest.approx(expected, rel=1e-13)
