@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
-LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
 
 def check_model(model: object) -> None:
@@ -83,21 +82,6 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
     if not takes_alone(f):
         raise OptionError(
             f'{name}={name_of(f)} cannot be called with `{what}` alone. Write it as `lambda {what}: ...`.'
-        )
-
-
-def check_mode(mode: object) -> None:
-    "Raise `FitError` if the argument of `learn.train` is not a bool, as in `learn.train(5)`."
-    if not isinstance(mode, bool):
-        raise FitError(f'learn.train({short_repr(mode)}) does not train: `learn.fit(5)` does.')
-
-
-def warn_of_rate(lr: object) -> None:
-    "Warn of a whole number as the learning rate, which was probably meant as the batch size: `fit(5, 32)`."
-    if isinstance(lr, int) and not isinstance(lr, bool) and lr >= LARGE_RATE:
-        warn_user(
-            f'lr={lr}: the second argument of a fit is the learning rate. The batch size belongs to the data: '
-            f'`DataLoaders.from_tensors(..., bs={lr})`. If the rate is meant, write {lr}.0.'
         )
 
 

@@ -209,6 +209,7 @@ class CallbackHost:
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
+    run: Any  # `Run`: state of the current run
 
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
@@ -240,9 +241,6 @@ class CallbackHost:
     def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add the callback and the event to an exception of a handler."
 
-    def _is_in_use(self) -> bool:
-        return False
-
     def _open_for_use(self) -> None:
         "Register that `close` has to be called: callbacks were added, or a run began."
 
@@ -272,7 +270,7 @@ class CallbackHost:
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
-        excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_owner_pid')
+        excluded = ('lock', 'callbacks', 'tables')
         state = {k: v for k, v in self.__dict__.items() if k not in excluded}
         state['_cbs'] = list(self.callbacks)
         return state
@@ -391,7 +389,7 @@ class CallbackHost:
         if cb not in self.callbacks:
             return self
         try:
-            if self._is_in_use():
+            if self.run.is_active:
                 # the callback is not part of the Learner when the run ends
                 self.callbacks.call_one(cb, 'cleanup')
         finally:

@@ -118,7 +118,14 @@ def training_weights(learn: Learner) -> Iterator[None]:
 
 
 def create_opt(learn: Learner) -> None:
-    "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
+    """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> learn.create_opt()
+    >>> learn.opt, len(learn.step_parameters)
+    (OptimWrapper(SGD, 1 group, lr=0.001), 2)
+    """
     if isinstance(learn.opt_func, partial) and 'lr' in learn.opt_func.keywords:
         learn.lr = learn.opt_func.keywords['lr']
     last = learn.opt
@@ -439,8 +446,23 @@ def join_names(learn: Learner, params: set[nn.Parameter]) -> str:
 # -- freezing --------------------------------------------------------------------------------------
 
 
-def freeze_to(learn: Learner, n: int) -> None:
-    "Freeze the groups before group `n`, and train the others."
+def freeze_to(
+    learn: Learner,
+    n: int,  # index of the first trained group; negative: counted from the end
+) -> None:
+    """Freeze the parameter groups before group `n`, and train the others.
+
+    The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
+    gradients, except in norm layers if `train_bn` is True.
+
+    >>> from learnkit import params
+    >>> from learnkit.testing import synth_learner
+    >>> model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+    >>> learn = synth_learner(model=model, splitter=lambda m: [params(m[0]), params(m[1])])
+    >>> learn.freeze_to(1)
+    >>> [p.requires_grad for p in model.parameters()]
+    [False, False, True, True]
+    """
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
     wrap_opt(learn)
@@ -450,7 +472,16 @@ def freeze_to(learn: Learner, n: int) -> None:
 
 
 def freeze(learn: Learner) -> None:
-    "Freeze all parameter groups except the last one."
+    """Freeze all parameter groups except the last one.
+
+    With a single group nothing is frozen, as in fastai, and a warning is issued.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+    >>> learn.freeze()
+    >>> learn.model.a.requires_grad, learn.model.b.requires_grad
+    (False, True)
+    """
     learn.freeze_to(-1)
     if len(learn.opt.param_lists) == 1:
         warn_user(
@@ -460,5 +491,12 @@ def freeze(learn: Learner) -> None:
 
 
 def unfreeze(learn: Learner) -> None:
-    "Unfreeze all parameter groups."
+    """Unfreeze all parameter groups.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+    >>> learn.freeze(); learn.unfreeze()
+    >>> all(p.requires_grad for p in learn.model.parameters())
+    True
+    """
     learn.freeze_to(0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnkit.core.errors import CancelError, CancelException, FitError, add_note
+from learnkit.core.errors import CancelError, CancelException, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
@@ -54,6 +54,11 @@ class Run:
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
 
+    @property
+    def is_active(self) -> bool:
+        "True from the start of a run until its cleanup begins."
+        return self.depth > 0 and self.kind != CLEANUP
+
 
 def clear_pass(learn: Learner) -> None:
     "Delete the prediction and the loss of the last forward pass."
@@ -69,19 +74,6 @@ def release_loss(learn: Any) -> None:
             loss.detach_()
         except RuntimeError:  # a view cannot be detached in place
             learn.loss = loss.detach()
-
-
-def refuse_run(learn: Learner, value: object) -> None:
-    "Raise `FitError` for an assignment to `learn.run`."
-    raise FitError(
-        f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
-        'trains; to switch a callback off, set `run = False` on the callback.'
-    )
-
-
-def is_in_use(learn: Learner) -> bool:
-    "Return True during a run, until its cleanup begins."
-    return learn.run.depth > 0 and learn.run.kind != CLEANUP
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from learnkit import (
 )
 from learnkit.core.errors import (
     CallbackError,
-    FitError,
     LossError,
     MetricError,
     OptimizerError,
@@ -144,30 +143,6 @@ def test_names_of_other_libraries() -> None:
     with pytest.raises(AttributeError, match='Did you mean `Learner`'):
         _ = learnkit.Lerner
     assert not hasattr(learnkit, 'EarlyStopping')
-
-
-# -------------------------------------------------------------------------------- training, and rates
-
-
-def test_train_sets_the_mode_and_warns() -> None:
-    learn = learner()
-    learn.model.eval()
-    (warning,) = warnings_of(learn.train)
-    assert '`learn.fit(5)`' in warning and learn.model.training
-    assert warnings_of(lambda: learn.train(False)) == [] and not learn.model.training
-    with pytest.raises(FitError, match=r'learn\.fit\(5\)'):
-        learn.train(5)  # type: ignore[arg-type]
-
-
-def test_a_whole_number_as_the_rate_is_doubted() -> None:
-    def fit(lr: Any) -> list[str]:
-        learn = learner()
-        with learn.no_bar():
-            return warnings_of(lambda: learn.fit(1, lr))
-
-    (warning,) = fit(32)
-    assert 'lr=32' in warning and 'bs=32' in warning and '32.0' in warning
-    assert fit(1) == fit(32.0) == fit(0.1) == []
 
 
 # ------------------------------------------------------------------------------------- wrong values
