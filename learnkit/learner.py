@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -55,7 +55,7 @@ from learnkit.engine.checks import (
 )
 from learnkit.engine.counters import COUNTER_OF_UNIT
 from learnkit.engine.denominator import LossWeights, check_weight_func
-from learnkit.engine.dispatch import ContextStack, as_list
+from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.microbatch import Microbatches
@@ -164,7 +164,6 @@ class Learner(Loop):
     5
     """
 
-    _marks_misses = True
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
@@ -1376,7 +1375,9 @@ class Learner(Loop):
             return replacing_yield(self, 'loss_func', None)
         return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
 
-    def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
+    def validation_context(
+        self, cbs: Any = None, inner: bool = False
+    ) -> AbstractContextManager[None]:
         """Return a context for a manual validation: no rows or epoch bar; fit and epoch events unless `inner`.
 
         >>> from learnkit.testing import synth_learner
@@ -1385,15 +1386,13 @@ class Learner(Loop):
         >>> float(learn.recorder.final_record[0]) == learn.validate()[0]
         True
         """
-        return ContextStack(
-            [
-                self.no_logging,
-                self.no_mbar,
-                lambda: self.lock,
-                lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
-                *([] if inner else [self._fire_outer_events]),
-            ]
-        )
+        contexts = [
+            self.no_logging,
+            self.no_mbar,
+            lambda: self.lock,
+            lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
+        ]
+        return enter_all(contexts if inner else [*contexts, self._fire_outer_events])
 
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:

@@ -16,22 +16,20 @@ from fastcore.foundation import L
 from learnkit.core.errors import CallbackError, CancelException, OrderError
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
-    SET_BY_BASE,
     Callback,
-    check_names,
     declared,
     defined_on_class,
     get_own_handler,
+    warn_of_unknown_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, LEVELS, canonical_event
+from learnkit.engine.events import CONTEXTS, EVENTS, LEVELS, canonical_event
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
-_DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 # attributes of fastai's callbacks
 _FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
@@ -144,26 +142,12 @@ class CallbackSet:
         cbs: Iterable[Any],  # callbacks to be added
         without: Iterable[Any] = (),  # callbacks to be removed
     ) -> None:
-        """Check the names, keys and order of new callbacks.
-
-        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError`
-        for an impossible order.
-        """
+        "Warn of methods of new callbacks that no event calls; raise `OrderError` for an impossible order."
         cbs = list(cbs)
         removed = {id(cb) for cb in without}
-        remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
-            if not is_fastai_callback(cb):
-                check_names(cb)
-        explicit: dict[str, Any] = {}
-        for cb in [*remaining, *cbs]:
-            key = getattr(cb, 'state_key', None)
-            if key is not None and explicit.setdefault(key, cb) is not cb:
-                raise CallbackError(
-                    f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
-                    'a checkpoint could not hold both states. Give one of them another key.'
-                )
-        sort_callbacks([*remaining, *cbs])
+            warn_of_unknown_events(cb)
+        sort_callbacks([*(cb for cb in self.items if id(cb) not in removed), *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
         "Run one callback's handler of an event, also if the callback is switched off."
@@ -198,9 +182,8 @@ class CallbackSet:
         if self._receivers is None:
             self._receivers = {}
             for cb in self.list_ordered():
-                own = {ALIASES.get(name, name) for name in vars(cb)}
                 cls: Any = type(cb)
-                for name in list_handled(cls) | (_HANDLED & own):
+                for name in list_handled(cls) | (_HANDLED & vars(cb).keys()):
                     self._receivers.setdefault(name, []).append(cb)
         return self._receivers.get(event, [])
 
@@ -245,9 +228,8 @@ class CallbackHost:
         "Register that `close` has to be called: callbacks were added, or a run began."
 
     def _call_all(self, event_names: Any) -> None:
-        names = [None] if event_names is None else as_list(event_names)
-        for name in names:
-            self(str.__str__(canonical_event(name)))  # a member of a StrEnum is not exactly a str
+        for name in as_list(event_names):
+            self(canonical_event(name))
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
         """Return the contexts of callbacks around a part of a batch, as one context.
@@ -263,7 +245,7 @@ class CallbackHost:
         if not entries:
             return NO_CONTEXT
         if len(entries) > 1:
-            return ContextStack([make for make, switch, _ in entries if switch])
+            return enter_all(make for make, switch, _ in entries if switch)
         make, switch, _ = entries[0]
         context = make() if switch else None
         return NO_CONTEXT if context is None else context
@@ -349,7 +331,6 @@ class CallbackHost:
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
-        complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
@@ -371,8 +352,7 @@ class CallbackHost:
         """Remove a callback, or all instances of a class; it gets no further event.
 
         A callback or class that the Learner does not have is ignored. For `Callback` itself, the base of all, only
-        callbacks made from functions are removed. Warns if a callback of every Learner goes with its base class. Raises
-        `CallbackError` for a name.
+        callbacks made from functions are removed.
 
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
@@ -381,11 +361,6 @@ class CallbackHost:
         """
         if isinstance(cb, type):
             return self.remove_cbs(self._select_cbs([cb]))
-        if isinstance(cb, str):
-            raise CallbackError(
-                f'{cb!r} is a string: give a callback or its class, of those that are there: '
-                f'{", ".join(type(o).__name__ for o in self.callbacks)}.'
-            )
         if cb not in self.callbacks:
             return self
         try:
@@ -397,19 +372,13 @@ class CallbackHost:
         return self
 
     def _select_cbs(self, selectors: list[Any]) -> list[Any]:
-        "Return the callbacks that are given as instances or classes; warn of default callbacks given by a base class."
+        "Return the callbacks that are given as instances or classes."
         classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
-        found = []
-        for cb in self.callbacks:
-            is_named = type(cb) in selectors or contains_object(selectors, cb)
-            if is_named or isinstance(cb, classes):
-                found.append(cb)
-            if not is_named and isinstance(cb, classes) and type(cb).__name__ in _DEFAULT_NAMES:
-                warn_user(
-                    f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
-                    'give the class of the callback that is to go.'
-                )
-        return found
+        return [
+            cb
+            for cb in self.callbacks
+            if isinstance(cb, classes) or type(cb) in selectors or contains_object(selectors, cb)
+        ]
 
     def _detach_cb(self, cb: Any) -> None:
         self.callbacks.notify('on_removed', to=cb)
@@ -477,21 +446,15 @@ class CallbackHost:
 NO_CONTEXT = nullcontext()
 
 
-class ContextStack(ExitStack):
-    "Context manager that creates and enters several contexts in order."
-
-    def __init__(self, factories: list[Callable[[], Any]]) -> None:
-        super().__init__()
-        self._factories = factories
-
-    def __enter__(self) -> Self:
-        with ExitStack() as entered:
-            for create in self._factories:
-                context = create()
-                if context is not None:
-                    entered.enter_context(context)
-            self.push(entered.pop_all())
-        return self
+@contextmanager
+def enter_all(factories: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    "Create and enter several contexts in order; a factory may return None for no context."
+    with ExitStack() as entered:
+        for create in factories:
+            context = create()
+            if context is not None:
+                entered.enter_context(context)
+        yield
 
 
 class HandlerTable(dict[str, list[Entry]]):
@@ -539,8 +502,7 @@ def list_handled(cls: type) -> frozenset[str]:
     "Return the events and contexts that callbacks of a class may have a handler for, by their own names."
     if issubclass(cls, Callback) and takes_every_event(cls):
         return _HANDLED
-    names = {name for base in cls.__mro__ for name in vars(base)}
-    return _HANDLED & {ALIASES.get(name, name) for name in names}
+    return _HANDLED & {name for base in cls.__mro__ for name in vars(base)}
 
 
 def is_fastai_callback(cb: object) -> bool:
@@ -584,27 +546,6 @@ def takes_every_event(
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
 
 
-def complete_attributes(cb: Any) -> None:
-    """Set what a constructor of this package sets by default, if a subclass has not called it.
-
-    Raises `CallbackError` if the constructor has no default for an argument.
-    """
-    cls = type(cb)
-    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
-    if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
-        return
-    if base.__init__ is Callback.__init__:
-        return
-    own = dict(vars(cb))
-    try:
-        base.__init__(cb)
-    except TypeError as e:
-        raise CallbackError(
-            f'{cls.__name__}.__init__ has to call `super().__init__(...)` with the arguments of {base.__name__}: {e}.'
-        ) from e
-    vars(cb).update(own)
-
-
 def as_callback(cb: Any) -> Callback:
     """Return a callback unchanged, or an instance of a callback class.
 
@@ -623,8 +564,6 @@ def as_callback(cb: Any) -> Callback:
     cls = cb if isinstance(cb, type) else type(cb)
     if cls.__module__ == 'torch.optim.lr_scheduler':
         hint = f'a scheduler of torch goes into `LRScheduler(partial({cls.__name__}, ...))`'
-    elif callable(cb) and hasattr(cb, '__name__'):
-        hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is not a callback: {hint}.')
 
 
@@ -714,12 +653,10 @@ def _is_redefined(old: Any, new: Any) -> bool:
     Classes that a function defines may be several of one name.
     """
     before, after = type(old), type(new)
-    is_local = '<locals>' in after.__qualname__
-    is_same_name = (before.__module__, before.__qualname__) == (
-        after.__module__,
-        after.__qualname__,
+    is_same_name = (
+        before.__module__ == after.__module__ and before.__qualname__ == after.__qualname__
     )
-    return before is not after and is_same_name and not is_local
+    return before is not after and is_same_name and '<locals>' not in after.__qualname__
 
 
 def format_place(learn: Learner) -> str:

@@ -16,18 +16,15 @@ from learnkit.core.errors import CancelError, CancelException, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
-from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
 from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import (
-    contains_object,
     format_place,
     list_running,
-    takes_every_event,
 )
-from learnkit.engine.events import CONTEXTS, LEVELS
+from learnkit.engine.events import LEVELS
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -270,9 +267,6 @@ def preserved_state(learn: Learner) -> Iterator[None]:
 
 # -- callbacks that start a run --------------------------------------------------------------------
 
-# events and contexts that can change the loss and the metrics of an evaluation
-_INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
-
 
 def hold_others(learn: Learner, kind: str) -> list[Any]:
     """Switch off the callbacks that take no part in a run, and return them.
@@ -284,42 +278,16 @@ def hold_others(learn: Learner, kind: str) -> list[Any]:
     excluded = 'evaluation' if kind == 'fit' else 'fit'
     others = [cb for cb in learn.callbacks if getattr(cb, 'run_in', 'any') == excluded]
     if kind != 'fit':
-        callers = list_running(learn)
-        for cb, event_name in callers:
-            warn_of_switched_off(learn, cb, event_name)
-        others += [cb for cb, _ in callers]
+        others += [cb for cb, _ in list_running(learn)]
     return learn.callbacks.hold(others) if others else []
 
 
 def release_for_fit(learn: Learner, kind: str) -> list[Any]:
-    "Switch on the callbacks with `run_in='fit'` that an outer run has switched off, and return them."
-    if kind != 'fit':
-        return []
-    waiting = [cb for cb in learn.callbacks.held if getattr(cb, 'run_in', 'any') == 'fit']
-    if waiting:
-        learn.callbacks.release(waiting)
+    "Switch on the callbacks with `run_in='fit'` for a fit within `with learn:`, and return them."
+    held = learn.callbacks.held if kind == 'fit' else []
+    waiting = [cb for cb in held if getattr(cb, 'run_in', 'any') == 'fit']
+    learn.callbacks.release(waiting)
     return waiting
-
-
-def warn_of_switched_off(learn: Learner, cb: Any, event_name: str) -> None:
-    "Warn if a callback that was switched off would have changed the batches of the evaluation."
-    if contains_object(learn.callbacks.held, cb) or takes_every_event(type(cb)):
-        return
-    if getattr(cb, 'observer', False):
-        return
-    table = learn.callbacks.tables[False]
-    changing = []
-    for name in _INPUTS:
-        owners = [owner for _, _, owner in table[name]]
-        if name != event_name and contains_object(owners, cb):
-            changing.append(name)
-    if changing:
-        name = type(cb).__name__
-        warn_user(
-            f'{name}.{event_name} starts an evaluation, in which {name} itself is not called: what '
-            f'its {" and ".join(changing)} would do to the batches is not done. Move that to a '
-            'separate callback.'
-        )
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -331,12 +299,8 @@ def raise_first(error: BaseException | None, raised: list[BaseException]) -> Non
     for e in raised:
         if e is first:
             continue
-        try:
-            message = str(e)
-        except Exception:
-            message = 'without a message'
         notes = ' '.join(getattr(e, '__notes__', ()))
-        add_note(first or e, f'and then {type(e).__name__}: {message} {notes}')
+        add_note(first or e, f'and then {type(e).__name__}: {e} {notes}')
     if error is None and first is not None:
         raise first
 

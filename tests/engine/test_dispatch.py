@@ -9,11 +9,8 @@ import pytest
 from learnkit import (
     Callback,
     CallbackError,
-    EarlyStoppingCallback,
-    FitError,
     Learner,
     OrderError,
-    Periodic,
     Recorder,
     TrainEvalCallback,
 )
@@ -239,17 +236,6 @@ def test_two_of_one_class_both_stay_and_the_later_has_the_name() -> None:
     assert learn.noted is a
 
 
-def test_equal_state_keys_are_refused() -> None:
-    class Kept(Callback):
-        state_key = 'mine'
-
-    learn = bare(Kept())
-    with pytest.raises(CallbackError, match="'mine'"):
-        learn.add_cb(Kept())
-    learn.remove_cb(Kept)
-    learn.add_cb(Kept())
-
-
 def define(text: str) -> type[Callback]:
     "Run a notebook cell that defines `Cell`."
     space: dict[str, Any] = {'Callback': Callback, '__name__': 'a_notebook'}
@@ -412,14 +398,6 @@ def test_the_class_of_all_callbacks_removes_only_those_made_from_functions() -> 
         assert len(learn.cbs) == 4
 
 
-def test_the_state_of_the_run_is_not_assigned() -> None:
-    learn = bare()
-    with pytest.raises(FitError, match=r'learn\.run.*learn\.fit'):
-        learn.run = False
-    learn.fit(1)
-    assert learn.run.depth == 0
-
-
 def test_an_order_that_nobody_wrote_follows() -> None:
     seen: list[str] = []
 
@@ -446,20 +424,3 @@ def test_an_order_that_nobody_wrote_follows() -> None:
 
     with pytest.raises(OrderError, match=r'Recorder \(order 50\).*Written \(order 0\)'):
         learn.add_cb(Written())
-
-
-def test_a_subclass_may_leave_out_the_constructor_of_its_base() -> None:
-    class Mine(EarlyStoppingCallback):
-        def __init__(self) -> None:
-            self.patience = 2
-
-    class Interval(Periodic):
-        def __init__(self) -> None:
-            self.n = 0
-
-    learn = synth_learner(cbs=Mine(), n_train=1, lr=0.0)
-    learn.logger = lambda row: None
-    learn.fit(9)
-    assert learn.mine.monitor == 'valid_loss' and len(learn.history) == 3
-    with pytest.raises(CallbackError, match=r'Interval.*super.*Periodic'):
-        learn.add_cb(Interval())
