@@ -113,8 +113,8 @@ class OptimWrapper(torch.optim.Optimizer):
         self.spares_norms = False
         # the model's parameters at the last comparison; None: a ready optimizer
         self.seen: set[nn.Parameter] | None = None
-        self.waiting: set[nn.Parameter] = set()  # optimized once they require gradients
-        self.warned: set[nn.Parameter] = set()  # parameters named in a warning
+        # parameters that require gradients and are in no optimizer, at the last comparison
+        self.left_out: set[nn.Parameter] = set()
         self.is_training = False  # between `train()` and `eval()`
         optimizers = self.optimizers.values()
         # optimizers with separate weights for training and evaluation
@@ -205,7 +205,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
         "Replace parameters (keys of `new`) in the sets of the wrapper; the optimizers already hold the new parameters."
-        for name in ('exempt', 'always_trained', 'frozen', 'seen', 'waiting', 'warned'):
+        for name in ('exempt', 'always_trained', 'frozen', 'seen', 'left_out'):
             params = getattr(self, name)
             if params is not None:
                 setattr(self, name, {new.get(p, p) for p in params})
