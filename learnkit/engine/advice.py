@@ -17,6 +17,7 @@ from learnkit.core.validation import (
     precision_hint,
     warn_of_order,
 )
+from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.denominator import check_is_mean
 
 if TYPE_CHECKING:
@@ -65,20 +66,20 @@ class Advice:
 
 
 def check_first_batch(learn: Learner) -> None:
-    "Raise for a fit's first training batch if samples must be counted, or split, and cannot be."
-    amount = learn.counters.in_samples
-    learn.counters.in_samples = None
+    "Raise for a fit's first training batch if samples or tokens must be counted, or split, and cannot be."
+    needed = learn.counters.needed
+    learn.counters.needed = []
     if learn.microbatch:
         n = count_samples(learn)
         slice_batch(learn.xb, learn.yb, n, [slice(0, n)])
-    try:
-        n = count_samples(learn)
-    except BatchError as e:
-        if amount is None:
-            return
-        raise TimeError(f'{amount}: samples are not counted. {e}') from None
-    if n < 1 and amount is not None:
-        raise TimeError(f'{amount}: the first batch has {n} samples, {describe(learn.xb)}.')
+    for time in needed:
+        is_tokens = time.unit == 'tok'
+        if not (token_count(learn) if is_tokens else sample_count(learn)):
+            what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
+            raise TimeError(
+                f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
+                f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
+            )
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ class Timings:
         self._last_event = 'before_draw'  # last event whose handlers have run
         self._last_time = 0.0  # time at the end of its handlers
         self._last_mark: Any = None  # CUDA event at the end of its handlers
-        self._is_measuring = False
         self.device: torch.device | None = None  # device of the model, set before a step
         self.steps_left = FIRST - 1  # number of steps until the next measured one
 
@@ -67,14 +66,18 @@ class Timings:
         elif learn.tables is learn.callbacks.tables:
             learn.tables = learn.tables[False], self._get_timed_table(learn)
             self.device = learn.batch_device
-            self.begin_step()
+            self._last_event = 'before_draw'  # a step is measured from draw to draw
+            self._last_time = perf_counter()
+            self._last_mark = None
 
     def stop(self, learn: Learner) -> bool:
         "Restore the loop's handler tables, and return True if a step was being measured."
         if not isinstance(learn.tables[True], TimedTable):
             return False
         learn.tables = learn.callbacks.tables
-        self.end_step()
+        self._sums['loop'] += perf_counter() - self._last_time
+        self.n += 1
+        self._collect()
         return True
 
     def _get_timed_table(self, learn: Learner) -> TimedTable:
@@ -86,20 +89,6 @@ class Timings:
         timed = TimedTable(learn.tables[True], self)
         tables[:] = [*(t for t in tables if not isinstance(t, TimedTable)), timed]
         return timed
-
-    def begin_step(self) -> None:
-        self._is_measuring = True
-        self._last_event = 'before_draw'  # a step is measured from draw to draw
-        self._last_time = perf_counter()
-        self._last_mark = None
-
-    def end_step(self) -> None:
-        if not self._is_measuring:
-            return
-        self._sums['loop'] += perf_counter() - self._last_time
-        self.n += 1
-        self._is_measuring = False
-        self._collect()
 
     def make_probes(self, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the functions that read the clock before and after the handlers of an event.
