@@ -220,6 +220,8 @@ class LossWeights:
         # loss function, `weight_func` and class of the model that `_denominator` belongs to
         self._key: tuple[Any, Any, Any] | None = None
         self._denominator: Denominator = Samples()
+        # a callback makes the training loss a mean over samples, whatever the loss function returns
+        self.averages_samples = False
 
     def is_sum(self, learn: Learner) -> bool:
         "Return True if the loss is a sum over samples instead of a mean."
@@ -230,7 +232,7 @@ class LossWeights:
         "Return True if batches with the same number of samples have the same weight."
         if callable(learn.weight_func):
             return False
-        return learn.callbacks.average_samples() or not self.denominator(learn).varies
+        return self.averages_samples or not self.denominator(learn).varies
 
     def weigh_batch(self, learn: Learner, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
@@ -238,7 +240,7 @@ class LossWeights:
         denominator = self.denominator(learn)
         if callable(learn.weight_func):
             weight = learn.weight_func(xb, yb)
-        elif not (learn.training and learn.callbacks.average_samples()):
+        elif not (learn.training and self.averages_samples):
             if not learn.iter and isinstance(denominator, Unknown):
                 denominator.warn_of_ignored(yb)
             weight = denominator.count(yb)
@@ -284,7 +286,7 @@ def check_is_mean(
     that is not the mean of the losses of the parts, weighted by their numbers of samples.
     """
     denominator = learn.loss_weights.denominator(learn)
-    if learn.callbacks.average_samples() or not is_guess(denominator, learn):
+    if learn.loss_weights.averages_samples or not is_guess(denominator, learn):
         return
     for whole, parts in compare_parts(learn, pred):
         mean = sum(n * loss for n, loss in parts) / sum(n for n, _ in parts)

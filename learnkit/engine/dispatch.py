@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -19,11 +19,10 @@ from learnkit.engine.callback import (
     Callback,
     declared,
     defined_on_class,
-    get_own_handler,
     warn_of_unknown_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import CONTEXTS, EVENTS, LEVELS, canonical_event
+from learnkit.engine.events import CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, canonical_event
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -50,10 +49,6 @@ class CallbackSet:
         # callbacks that are off, whatever `run` is, during an evaluation that they started
         self.held: list[Any] = []
         self.keys: dict[int, str] = {}
-        # callbacks that may handle an event, in order; None: to be listed
-        self._receivers: dict[str, list[Any]] | None = None
-        # callbacks that make the loss a mean over samples; None: to be searched
-        self.averaging: list[Any] | None = None
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
@@ -72,8 +67,6 @@ class CallbackSet:
         classes: bool = False,  # forget what is known of classes, which may have new handlers
     ) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
-        self._receivers = None
-        self.averaging = None
         if classes:
             list_handled.cache_clear()
         for table in (*self.tables, *self.more_tables):
@@ -167,25 +160,9 @@ class CallbackSet:
             if method is not None:
                 method(*args)
 
-    def average_samples(self) -> bool:
-        "Return True while a callback makes the training loss a mean over samples, whatever the loss function returns."
-        if self.averaging is None:
-            self.averaging = [cb for cb in self.items if declared(cb, 'averages_samples')]
-        return bool(self.averaging) and any(cb.run for cb in self.averaging)
-
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
         return sort_callbacks(self.items)
-
-    def list_receivers(self, event: str) -> list[Any]:
-        "Return the callbacks that may have a handler for an event or context, in the order in which they run."
-        if self._receivers is None:
-            self._receivers = {}
-            for cb in self.list_ordered():
-                cls: Any = type(cb)
-                for name in list_handled(cls) | (_HANDLED & vars(cb).keys()):
-                    self._receivers.setdefault(name, []).append(cb)
-        return self._receivers.get(event, [])
 
 
 class CallbackHost:
@@ -458,7 +435,7 @@ def enter_all(factories: Iterable[Callable[[], Any]]) -> Iterator[None]:
 
 
 class HandlerTable(dict[str, list[Entry]]):
-    "Handlers of each event, in order, for one value of `learn.training`. Each list is built on first access."
+    "Handlers of each event, in order, for one value of `learn.training`. All lists are built on the first access."
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
@@ -466,35 +443,43 @@ class HandlerTable(dict[str, list[Entry]]):
         self.training = training
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in _HANDLED else canonical_event(name)
-        found: list[tuple[int, Entry]] = []
-        for cb in self.callbacks.list_receivers(event):
-            cls: Any = type(cb)
-            handler = self._get_handler(cb, event)
-            if handler:
-                runs_last = event in getattr(cls, 'runs_last', ())
-                place = runs_last - (event in getattr(cls, 'runs_first', ()))
-                found.append((place, (handler, self.callbacks.switches[id(cb)], cb)))
-        found.sort(key=itemgetter(0))
-        self[name] = [entry for _, entry in found]
+        if name not in _HANDLED:
+            canonical_event(name)  # raises the error for an unknown event
+        self.update({event: [] for event in _HANDLED})
+        last: list[tuple[str, Entry]] = []
+        for cb in self.callbacks.list_ordered():
+            switch = self.callbacks.switches[id(cb)]
+            runs_last = getattr(type(cb), 'runs_last', ())
+            runs_first = getattr(type(cb), 'runs_first', ())
+            for event, handler in self._list_handlers(cb):
+                entry = handler, switch, cb
+                if event in runs_last:
+                    last.append((event, entry))
+                else:
+                    place = 0 if event in runs_first else len(self[event])
+                    self[event].insert(place, entry)
+        for event, entry in last:
+            self[event].append(entry)
         return self[name]
 
-    def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
-        handler: Callable[[], Any] | None
-        is_event = name not in CONTEXTS.values()
+    def _list_handlers(self, cb: Any) -> list[tuple[str, Callable[[], Any]]]:
+        "Return the events and contexts that a callback handles, with the handlers."
+        names = list_handled(type(cb)) | (_HANDLED & vars(cb).keys())
         if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
-            has_handler = is_event and get_own_handler(cb, name)
-            return partial(run_fastai_handler, cb, name) if has_handler else None
-        if is_event and takes_every_event(type(cb)):
-            handler = partial(cb, name)
-        else:
-            handler = get_own_handler(cb, name)
-            skips_rank = (
-                declared(cb, 'first_process_only') and not self.callbacks.learn.world.is_first
-            )
-            if handler is None or skips_rank or not cb.runs_at(name, self.training):
-                return None
-        return torch.no_grad()(handler) if cb.observer else handler
+            events = names.difference(CONTEXTS.values())
+            return [(name, partial(run_fastai_handler, cb, name)) for name in events]
+        takes_all = takes_every_event(type(cb))
+        skips_rank = declared(cb, 'first_process_only') and not self.callbacks.learn.world.is_first
+        skips_inner = not (cb.run_train if self.training else cb.run_valid)
+        found: list[tuple[str, Callable[[], Any]]] = []
+        for name in names:
+            handler = getattr(cb, name, None)
+            if takes_all and name not in CONTEXTS.values():
+                handler = partial(cb, name)
+            elif handler is None or skips_rank or (skips_inner and name in INNER_EVENTS):
+                continue
+            found.append((name, torch.no_grad()(handler) if cb.observer else handler))
+        return found
 
 
 @cache
