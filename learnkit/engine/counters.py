@@ -56,16 +56,6 @@ class Counters:
         self.epochs += self.has_trained
         self.has_trained = False
 
-    def count_batch(self, learn: Learner) -> None:
-        "Count a training batch, its samples and its tokens, and its share of the fit."
-        learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch:
-            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
-        self.batches += 1
-        self.samples += sample_count(learn)
-        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
-            self.tokens += token_count(learn)
-
     def elapsed(self) -> float:
         "Return the seconds spent in fits, including the running fit, by this process's clock."
         running = 0.0 if self.fit_began is None else perf_counter() - self.fit_began

@@ -33,6 +33,7 @@ _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEV
 _FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
+_NO_ENTRIES: list[Entry] = []  # handlers of an event that no callback handles
 
 
 class CallbackSet:
@@ -445,7 +446,7 @@ class HandlerTable(dict[str, list[Entry]]):
     def __missing__(self, name: str) -> list[Entry]:
         if name not in _HANDLED:
             canonical_event(name)  # raises the error for an unknown event
-        self.update({event: [] for event in _HANDLED})
+        found: dict[str, list[Entry]] = {}
         last: list[tuple[str, Entry]] = []
         for cb in self.callbacks.list_ordered():
             switch = self.callbacks.switches[id(cb)]
@@ -453,13 +454,15 @@ class HandlerTable(dict[str, list[Entry]]):
             runs_first = getattr(type(cb), 'runs_first', ())
             for event, handler in self._list_handlers(cb):
                 entry = handler, switch, cb
+                entries = found.setdefault(event, [])
                 if event in runs_last:
                     last.append((event, entry))
                 else:
-                    place = 0 if event in runs_first else len(self[event])
-                    self[event].insert(place, entry)
+                    entries.insert(0 if event in runs_first else len(entries), entry)
         for event, entry in last:
-            self[event].append(entry)
+            found[event].append(entry)
+        self.update(dict.fromkeys(_HANDLED, _NO_ENTRIES))
+        self.update(found)
         return self[name]
 
     def _list_handlers(self, cb: Any) -> list[tuple[str, Callable[[], Any]]]:

@@ -37,7 +37,8 @@ from learnkit.engine.counters import Counters
 from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.events import LEVELS
-from learnkit.engine.run import Run, release_loss
+from learnkit.engine.loss import release_loss
+from learnkit.engine.run import Run
 from learnkit.engine.seams import Seams
 from learnkit.engine.train_eval import Modes
 from learnkit.optim.wrapper import evaluation_weights

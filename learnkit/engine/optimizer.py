@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,6 +230,7 @@ def call_opt_func(learn: Learner) -> Any:
     return opt_func(params, lr=rate, **options)
 
 
+@lru_cache(maxsize=8)
 def takes_model(opt_func: Callable[..., Any]) -> bool:
     "Return True if a function that makes an optimizer has a parameter `model`."
     try:
@@ -274,9 +275,11 @@ def list_all_params(learn: Learner) -> set[nn.Parameter]:
 
 def add_loss_params(learn: Learner, opt: OptimWrapper) -> None:
     "Add the parameters of a loss function to the last group of a new optimizer."
+    loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters() if p.requires_grad]
+    if not loss_params:
+        return
     own = {*opt.parameters(), *learn.model.parameters()}
-    loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters()]
-    new = [p for p in loss_params if p not in own and p.requires_grad]
+    new = [p for p in loss_params if p not in own]
     if new and len(opt.optimizers) == 1:
         opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
         opt.begin_states()

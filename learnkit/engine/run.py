@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from learnkit.core.errors import CancelError, CancelException, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
@@ -61,16 +60,6 @@ def clear_pass(learn: Learner) -> None:
     "Delete the prediction and the loss of the last forward pass."
     learn.__dict__.pop('pred', None)
     learn.__dict__.pop('loss_grad', None)
-
-
-def release_loss(learn: Any) -> None:
-    "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
-    loss = learn.loss
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        try:
-            loss.detach_()
-        except RuntimeError:  # a view cannot be detached in place
-            learn.loss = loss.detach()
 
 
 @contextmanager

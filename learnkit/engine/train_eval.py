@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.errors import CancelEpochException
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.engine.callback import Callback
+from learnkit.engine.counters import sample_count, token_count
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -124,7 +125,14 @@ class TrainEvalCallback(Callback):
         self.learn.modes.evaluate(self.learn)
 
     def after_batch(self) -> None:
-        self.learn.counters.count_batch(self.learn)
+        learn, counters = self.learn, self.learn.counters
+        learn.train_iter += 1
+        if learn.n_iter and learn.n_epoch:
+            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+        counters.batches += 1
+        counters.samples += sample_count(learn)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
+            counters.tokens += token_count(learn)
 
     def after_epoch(self) -> None:
         if self.learn.fitting:
