@@ -26,10 +26,7 @@ from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.core.batch import detuplify, to_detach
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import (
-    CallbackError,
-    CancelFitException,
-)
+from learnkit.core.errors import CallbackError, CancelFitException
 from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
@@ -40,34 +37,17 @@ from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_bat
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.distributed.comm import SINGLE_RANK, Comm
-from learnkit.engine import own_loop
+from learnkit.engine import optimizer, own_loop
 from learnkit.engine.advice import Advice
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
-from learnkit.engine.callback import (
-    SHOWN_ELSEWHERE,
-    MissingAttribute,
-    defined_on_class,
-)
-from learnkit.engine.checks import (
-    check_loss,
-    check_microbatch,
-    check_model,
-)
+from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
+from learnkit.engine.checks import check_loss, check_microbatch, check_model
 from learnkit.engine.counters import COUNTER_OF_UNIT
 from learnkit.engine.denominator import LossWeights, check_weight_func
 from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.microbatch import Microbatches
-from learnkit.engine.optimizer import (
-    create_opt,
-    find_default_lr,
-    freeze,
-    freeze_to,
-    prepare_opt,
-    training_weights,
-    unfreeze,
-)
 from learnkit.engine.own_loop import ClosureStep, EventCheck, OwnLoop, list_overrides
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.run import call_each, note_error, open_level, raise_first
@@ -218,7 +198,7 @@ class Learner(Loop):
         self.loss_func: Any = loss_func
         check_loss(self.loss_func)
         self.opt_func = opt_func
-        self.lr: Any = find_default_lr(opt_func, defaults.lr) if lr is None else lr
+        self.lr: Any = optimizer.find_default_lr(opt_func, defaults.lr) if lr is None else lr
         self.splitter = splitter
         self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir
@@ -299,10 +279,10 @@ class Learner(Loop):
                 from learnkit.checkpoint.state import begin_resume, find_checkpoint
 
                 checkpoint = find_checkpoint(self, resume)
-            prepare_opt(self, lr, wd, reset_opt)
+            optimizer.prepare_opt(self, lr, wd, reset_opt)
             self.replay_source = None
             with (
-                training_weights(self),
+                optimizer.training_weights(self),
                 self.strategy.run(self, 'fit'),
                 fit_seams(self, checkpoint is not None),
                 deferred.paused(),
@@ -585,10 +565,10 @@ class Learner(Loop):
 
     # -- freezing, precision and compilation -------------------------------------------------------
 
-    create_opt = create_opt
-    freeze_to = freeze_to
-    freeze = freeze
-    unfreeze = unfreeze
+    create_opt = optimizer.create_opt
+    freeze_to = optimizer.freeze_to
+    freeze = optimizer.freeze
+    unfreeze = optimizer.unfreeze
 
     @implemented_in('learnkit.callbacks.mixed_precision')
     def to_bf16(self) -> Self:

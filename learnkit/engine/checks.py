@@ -27,8 +27,6 @@ from learnkit.engine.run import preserved_state
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
 from learnkit.metrics.base import Metric
-from learnkit.optim import optimizers
-from learnkit.optim.wrapper import OptimWrapper
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -48,10 +46,7 @@ def check_model(model: object) -> None:
 
 
 def check_loss(loss_func: object) -> None:
-    "Raise `LossError` if `loss_func` cannot be called, or is a class or an optimizer."
-    if _is_optimizer(loss_func):
-        name = name_of(unwrap_partial(loss_func))
-        raise LossError(f'loss_func={name} is an optimizer: write `opt_func={name}`.')
+    "Raise `LossError` if `loss_func` cannot be called, or is a class."
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if loss_func is not None and not callable(loss_func):
@@ -59,14 +54,6 @@ def check_loss(loss_func: object) -> None:
             f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets), such as '
             '`torch.nn.functional.mse_loss`.'
         )
-
-
-def _is_optimizer(f: object) -> bool:
-    "Return True for an optimizer of torch or this package: an object, a class, a function that makes one."
-    f = unwrap_partial(f)
-    cls = f if isinstance(f, type) else type(f)
-    is_own = callable(f) and getattr(optimizers, name_of(f), None) is f
-    return is_own or issubclass(cls, (torch.optim.Optimizer, OptimWrapper))
 
 
 def check_function(name: str, f: object) -> None:

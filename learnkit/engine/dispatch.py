@@ -14,7 +14,6 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, CancelException, OrderError
-from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     Callback,
     declared,
@@ -261,7 +260,7 @@ class CallbackHost:
         """Add callbacks, given as instances or classes. If one of them is refused, none is added.
 
         If a class was defined again (a notebook cell run again), its instance replaces the instances of the old
-        definition. If the Learner has an attribute with the name of a callback, it keeps the attribute, with a warning.
+        definition. If the Learner has an attribute with the name of a callback, it keeps the attribute.
         Raises `CallbackError`.
 
         >>> from learnkit import EMA, GradientClip
@@ -284,11 +283,6 @@ class CallbackHost:
             places = [i for i, o in enumerate(self.callbacks) if contains_object(olds, o)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
-            if self._has_own_attribute(cb.name):
-                warn_user(
-                    f'`learn.{cb.name}` is not the callback {type(cb).__name__}, but the attribute of the Learner. '
-                    f'Find the callback in `learn.cbs`.'
-                )
         return self
 
     def add_cb(self, cb: Any) -> Self:
@@ -339,6 +333,8 @@ class CallbackHost:
         """
         if isinstance(cb, type):
             return self.remove_cbs(self._select_cbs([cb]))
+        if isinstance(cb, str):
+            raise CallbackError(f'{cb!r} is a string: give a callback or its class.')
         if cb not in self.callbacks:
             return self
         try:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learnkit.core.errors import OptionError
-from learnkit.core.html import never_raising, table
 from learnkit.core.plotting import axes_or_new
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
@@ -32,7 +30,6 @@ PARTS = {
     ('before_batch', 'after_batch'): 'compiled step',
 }
 ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')  # parts that run on a GPU
-NOTHING = 'No step has been measured yet: one in 32 is.'
 
 
 class Timings:
@@ -160,29 +157,17 @@ class Timings:
 
     def __repr__(self) -> str:
         if not self.n:
-            return NOTHING
+            return f'No step has been measured yet: one in {EVERY} is.'
         rows = self._list_rows()
         width = max(len(part) for part, _, _ in rows)
         rows[0] = *rows[0][:2], f'({self.n} measured)'
         return '\n'.join(f'{part:<{width}}  {time:>13}  {share:>6}' for part, time, share in rows)
 
-    @never_raising
-    def _repr_html_(self) -> str:
-        if not self.n:
-            return NOTHING
-        caption = f'where the time of a step goes ({self.n} measured)'
-        return table(['part', 'time', 'share'], self._list_rows(), caption)
-
     def plot(
         self,
         ax: Any = None,  # matplotlib axes; None: axes of a new figure
     ) -> Any:
-        """Plot the time of a step as a bar per part, the longest on top, and return the axes.
-
-        Raises `OptionError` before the first measured step.
-        """
-        if not self.n:
-            raise OptionError(f'{NOTHING} Call `learn.fit(1)` first.')
+        "Plot the time of a step as a bar per part, the longest on top, and return the axes."
         times = {part: s * 1e3 for part, s in self.seconds.items()}
         total = sum(times.values())
         ax = axes_or_new(ax, (7, 0.28 * len(times) + 1.2))

@@ -198,8 +198,7 @@ def test_a_name_of_the_learner_keeps_the_learners_attribute(cls: str) -> None:
     name = type(cls, (Callback,), {})().name
     ran: list[Any] = []
     cb = type(cls, (Callback,), {'before_fit': lambda self: ran.append(self)})()
-    with pytest.warns(UserWarning, match=f'learn.{name}.*{cls}.*learn.cbs'):
-        learn.add_cb(cb)
+    learn.add_cb(cb)
     assert learn.cbs[-1] is cb
     assert vars(learn).get(name) is not cb
     learn('before_fit')

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from benchmarks import __main__ as quick, checkpoint, imports, loader, memory, step
 from benchmarks.subjects import SUBJECTS, ImageTask, Task
-from learnkit import Callback, DataLoaders, Learner, Recorder, accuracy
-from learnkit.callbacks import progress
+from learnkit import Callback, DataLoaders, Learner, accuracy
 from learnkit.engine.timings import EVERY
 from learnkit.metrics import AvgMetric
 from tests.helpers.fresh import output_of
@@ -88,44 +86,7 @@ def test_a_handler_adds_one_call() -> None:
     assert one_each - 0.5 <= calls_a_step('learnkit-handlers50') <= one_each + measured
 
 
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
-def test_a_handler_of_a_loss_is_checked_in_the_first_batches_only(event: str) -> None:
-    def calls(cbs: Any) -> float:
-        train = Profiled((torch.ones(4, 1), torch.ones(4, 1)))
-        learn = Learner((train, None), nn.Linear(1, 1), nn.MSELoss(), cbs=cbs)
-        gc.disable()
-        try:
-            with learn.no_bar():
-                learn.fit(1)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        return train.calls_a_step()
-
-    extra = calls([Callback(**{event: lambda cb: None})]) - calls([])
-    assert 0.5 <= extra <= 3  # the call, and the share of timed steps
-
-
 # ------------------------------------------------------------------------------------- tensors held
-
-
-class Held:
-    "Records which tensors of the previous step are alive at a forward pass and at the next draw."
-
-    def __init__(self, model: nn.Module) -> None:
-        self.before: dict[str, StorageWeakRef] = {}
-        self.alive: list[str] = []
-        self.n_passes = 0
-        model.register_forward_pre_hook(self.start)
-        model.register_forward_hook(self.end)
-
-    def start(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.n_passes += 1
-        self.alive += [name for name, ref in self.before.items() if not ref.expired()]
-        self.before = {'xb': StorageWeakRef(args[0].untyped_storage())}
-
-    def end(self, module: nn.Module, args: tuple[Tensor, ...], pred: Tensor) -> None:
-        self.before['pred'] = StorageWeakRef(pred.untyped_storage())
 
 
 class Fresh:
@@ -145,31 +106,6 @@ class Fresh:
 def fresh_learner(n: int = 5, **kwargs: Any) -> Learner:
     dls = DataLoaders(Fresh(n), Fresh(n), device='cpu')
     return Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, **kwargs)
-
-
-@pytest.mark.parametrize('microbatch', [None, 3])
-def test_nothing_of_the_step_before_is_held(
-    microbatch: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    learn = fresh_learner(metrics=AvgMetric(accuracy, on='both'), microbatch=microbatch)
-    held = Held(learn.model)
-    learn.fit(2)
-    assert held.n_passes == (20 if microbatch is None else 10 + 2 * 5 * 3)
-    # the pieces are views of one batch
-    if microbatch:
-        held.alive = [name for name in held.alive if name != 'xb']
-    assert held.alive == []
-
-
-def test_a_prediction_that_is_held_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    class Hold(Callback):
-        def after_pred(self) -> None:
-            self.held_pred = self.pred
-
-    learn = fresh_learner(cbs=Hold)
-    held = Held(learn.model)
-    learn.fit(1)
-    assert held.alive == ['pred'] * 9
 
 
 # ------------------------------------------------------------------------------------------ imports
@@ -209,135 +145,6 @@ def test_the_first_fit_imports_nothing_heavy() -> None:
 
 
 # -------------------------------------------------------------------------------- reads by the host
-
-
-class Remote(Tensor):
-    """A tensor that claims to be on a device, and counts reads of its values by the host.
-
-    Results of operations with a `Remote` are `Remote`, so that batches of them make everything `Remote`."""
-
-    reads: list[str] = []
-    is_cpu = property(lambda self: False)
-    READING = frozenset(
-        {
-            'item',
-            'tolist',
-            'numpy',
-            'cpu',
-            '__bool__',
-            '__float__',
-            '__int__',
-            '__index__',
-            '__array__',
-            '__complex__',
-            '__contains__',
-            'nonzero',
-            'masked_select',
-            'equal',
-            'allclose',
-        }
-    )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in cls.READING:
-            cls.reads.append(func.__name__)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class RemoteBatches:
-    "A loader of `Remote` batches that records the reads between its first batch and its end."
-
-    def __init__(self, n: int) -> None:
-        self.batches = [
-            (torch.randn(8, 4).as_subclass(Remote), torch.randint(3, (8,)).as_subclass(Remote))
-            for _ in range(n)
-        ]
-        self.reads: list[str] = []
-        self.n_passes = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        before = len(Remote.reads)
-        yield from self.batches
-        self.reads += Remote.reads[before:]
-        self.n_passes += 1
-
-
-@pytest.fixture
-def reads() -> Iterable[list[str]]:
-    Remote.reads.clear()
-    yield Remote.reads
-    Remote.reads.clear()
-
-
-class Drawing(progress.Display):
-    "A display that is updated after every batch."
-
-    interval_s = 0.0
-    n_drawn = 0
-
-    def draw(self, bar: progress.Bar | None) -> None:
-        if bar and bar.text():
-            Drawing.n_drawn += 1
-
-
-def remote_learner(n_train: int, **kwargs: Any) -> Learner:
-    train = RemoteBatches(n_train)
-    dls = DataLoaders(train, {'valid': RemoteBatches(4), 'night': RemoteBatches(3)}, device='cpu')
-    return Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, **kwargs)
-
-
-def test_remote_counts(reads: list[str]) -> None:
-    t = torch.ones(()).as_subclass(Remote)
-    assert not t.is_cpu and not reads
-    t.item(), float(t), bool(t), int(t), t.tolist(), t.cpu(), t.numpy(), (t + 1).sqrt().item()
-    assert reads == ['item', '__float__', '__bool__', '__int__', 'tolist', 'cpu', 'numpy', 'item']
-
-
-def test_a_default_epoch_reads_nothing_between_its_batches(
-    reads: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, 'make_display', Drawing)
-    monkeypatch.setattr(Drawing, 'n_drawn', 0)
-    metrics = [AvgMetric(accuracy, on='both'), AvgMetric(F.cross_entropy, 'ce', on='both')]
-    learn = remote_learner(150, metrics=metrics)
-    learn.fit(2)
-
-    assert [dl.n_passes for dl in learn.dls] == [2, 2, 2]
-    # each metric compares the first batch with its halves, once
-    assert [len(dl.reads) for dl in learn.dls] == [2 * 2, 0, 0]
-    # two epochs, the values at the ends of their three passes; no batch's
-    assert 0 < len(reads) <= 2 * 2 * 10
-    assert Drawing.n_drawn >= 2 * 157
-    assert len(learn.recorder.losses) == 300
-    last = learn.history[-1]
-    assert last['valid_loss'] == pytest.approx(last['ce'], rel=1e-6)
-
-
-def test_reads_do_not_grow_with_the_batches(
-    reads: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def total(n: int) -> int:
-        reads.clear()
-        remote_learner(n, metrics=accuracy, cbs=Recorder(train_metrics=True), default_cbs=True).fit(
-            1
-        )
-        return len(reads)
-
-    assert total(10) == total(200)
-
-
-def test_a_metric_that_reads_is_seen(reads: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    def eager(pred: Tensor, targ: Tensor) -> float:
-        return accuracy(pred, targ).item()
-
-    learn = remote_learner(5, metrics=eager)
-    learn.fit(1)
-    # training: the check of the first batch and its halves
-    assert [dl.reads.count('item') for dl in learn.dls] == [1 + 3, 4, 3]
 
 
 class NoSync(Callback):

@@ -182,7 +182,6 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize(
     ('make', 'error', 'expected_text'),
     [
-        (lambda: learner(loss_func=torch.optim.Adam), LossError, '`opt_func=Adam`'),
         (lambda: learner(loss_func=nn.MSELoss), LossError, r'write MSELoss\(\)'),
         (lambda: learner(opt_func='adam').create_opt(), OptimizerError, r'`torch.optim.Adam`'),
         (lambda: learner(metrics='accuracy'), MetricError, 'from learnkit import accuracy'),
@@ -193,7 +192,7 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
             UnknownEventError,
             "'on_epoch_end'.*Did you mean `after_epoch`",
         ),
-        (lambda: learner().remove_cb('Nope'), CallbackError, "'Nope' is a string.*Recorder"),
+        (lambda: learner().remove_cb('Nope'), CallbackError, "'Nope' is a string"),
         (lambda: learner().export('m.onnx'), OptionError, r'ExportForInference.*onnx'),
     ],
 )
