@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from learnkit.core.batch import count_samples, describe, slice_batch
-from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
+from learnkit.core.batch import describe
+from learnkit.core.errors import BatchError, CancelException, LossError, add_note
 from learnkit.core.model import name_of
 from learnkit.core.validation import (
     check_class_scores,
@@ -17,7 +17,6 @@ from learnkit.core.validation import (
     precision_hint,
     warn_of_order,
 )
-from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.denominator import check_is_mean
 
 if TYPE_CHECKING:
@@ -32,19 +31,10 @@ class Advice:
         self._has_checked_loss = True  # False until a fit has checked the loss function
         self._checked: list[Any] | None = None  # loss function and sample shapes of the last check
 
-    def begin_fit(self, learn: Learner) -> None:
-        "Check the loss function and the first training batch of this fit."
+    def begin_fit(self) -> None:
+        "Check the loss function at the first loss of this fit."
         self._has_checked_loss = False
         self._checked = None
-        batch = learn.seams.batch
-
-        def check_and_train(learn: Learner) -> None:
-            __tracebackhide__ = True
-            learn.seams.batch = batch
-            check_first_batch(learn)
-            learn.train_batch()
-
-        learn.seams.batch = check_and_train
 
     def check_loss(self, learn: Learner, pred: Any) -> None:
         "Check the shapes at the first loss of a pass, and the loss function at the first loss of a fit."
@@ -63,23 +53,6 @@ class Advice:
         warn_of_order(learn.loss_func)
         if learn.training and (learn.microbatch or learn.world.size > 1):
             check_is_mean(learn, pred)
-
-
-def check_first_batch(learn: Learner) -> None:
-    "Raise for a fit's first training batch if samples or tokens must be counted, or split, and cannot be."
-    needed = learn.counters.needed
-    learn.counters.needed = []
-    if learn.microbatch:
-        n = count_samples(learn)
-        slice_batch(learn.xb, learn.yb, n, [slice(0, n)])
-    for time in needed:
-        is_tokens = time.unit == 'tok'
-        if not (token_count(learn) if is_tokens else sample_count(learn)):
-            what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
-            raise TimeError(
-                f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
-                f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
-            )
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -138,6 +138,6 @@ def sample_count(learn: Learner) -> int:
 
 
 def check_countable(learn: Learner, time: Time) -> None:
-    "Let the check of the first batch raise `TimeError` if an amount in samples or tokens is not counted."
+    "Let TrainEvalCallback raise `TimeError` at the first batch if an amount in samples or tokens is not counted."
     if time.unit in ('sp', 'tok'):
         learn.counters.needed.append(time)

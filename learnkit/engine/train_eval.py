@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from learnkit.core.errors import CancelEpochException
+from learnkit.core.batch import describe
+from learnkit.core.errors import CancelEpochException, TimeError
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count, token_count
@@ -120,6 +121,22 @@ class TrainEvalCallback(Callback):
 
     def before_train(self) -> None:
         self.learn.modes.train(self.learn)
+        if self.learn.counters.needed:
+            self.before_batch = self._check_counted  # type: ignore[method-assign]
+
+    def _check_counted(self) -> None:
+        "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
+        del self.before_batch
+        learn = self.learn
+        needed, learn.counters.needed = learn.counters.needed, []
+        for time in needed:
+            is_tokens = time.unit == 'tok'
+            if not (token_count(learn) if is_tokens else sample_count(learn)):
+                what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
+                raise TimeError(
+                    f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
+                    f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
+                )
 
     def before_validate(self) -> None:
         self.learn.modes.evaluate(self.learn)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -20,9 +19,6 @@ from learnkit import Callback, DataLoaders, Learner, accuracy
 from learnkit.engine.timings import EVERY
 from learnkit.metrics import AvgMetric
 from tests.helpers.fresh import output_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 # ------------------------------------------------------------------------------------- calls a step
 
@@ -84,28 +80,6 @@ def test_a_handler_adds_one_call() -> None:
     one_each = calls_a_step('learnkit') + 50
     measured = 50 * 8 / EVERY  # in one step of so many, each is timed
     assert one_each - 0.5 <= calls_a_step('learnkit-handlers50') <= one_each + measured
-
-
-# ------------------------------------------------------------------------------------- tensors held
-
-
-class Fresh:
-    "A loader that keeps no reference to its batches."
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self.n):
-            yield torch.randn(8, 4), torch.randint(3, (8,))
-
-
-def fresh_learner(n: int = 5, **kwargs: Any) -> Learner:
-    dls = DataLoaders(Fresh(n), Fresh(n), device='cpu')
-    return Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------ imports
