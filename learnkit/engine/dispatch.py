@@ -24,6 +24,7 @@ from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, canonical_event
 
 if TYPE_CHECKING:
+    from learnkit.distributed.comm import Comm
     from learnkit.learner import Learner
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
@@ -159,6 +160,31 @@ class CallbackSet:
             method = declared(cb, name)
             if method is not None:
                 method(*args)
+
+    def fill_tables(self) -> None:
+        "List the handlers of each event, in evaluation and in training."
+        for table in self.tables:
+            table.update(dict.fromkeys(_HANDLED, _NO_ENTRIES))
+        last: list[tuple[HandlerTable, str, Entry]] = []
+        for cb in self.list_ordered():
+            cls, switch = type(cb), self.switches[id(cb)]
+            # a callback that takes every event, or is of fastai, has its own condition
+            is_plain = isinstance(cb, Callback) and not takes_every_event(cls)
+            runs = (cb.run_valid, cb.run_train) if is_plain else (True, True)
+            runs_first, runs_last = getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ())
+            for event, handler in list_handlers(cb, self.learn.world):
+                entry = handler, switch, cb
+                for table in self.tables:
+                    if event in INNER_EVENTS and not runs[table.training]:
+                        continue
+                    if event in runs_last:
+                        last.append((table, event, entry))
+                    elif event in runs_first:
+                        table[event] = [entry, *table[event]]
+                    else:
+                        table[event] = [*table[event], entry]
+        for table, event, entry in last:
+            table[event] = [*table[event], entry]
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -432,7 +458,7 @@ def enter_all(factories: Iterable[Callable[[], Any]]) -> Iterator[None]:
 
 
 class HandlerTable(dict[str, list[Entry]]):
-    "Handlers of each event, in order, for one value of `learn.training`. All lists are built on the first access."
+    "Handlers of each event, in order, for one value of `learn.training`. All are listed at the first access."
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
@@ -442,50 +468,30 @@ class HandlerTable(dict[str, list[Entry]]):
     def __missing__(self, name: str) -> list[Entry]:
         if name not in _HANDLED:
             canonical_event(name)  # raises the error for an unknown event
-        found: dict[str, list[Entry]] = {}
-        last: list[tuple[str, Entry]] = []
-        for cb in self.callbacks.list_ordered():
-            switch = self.callbacks.switches[id(cb)]
-            runs_last = getattr(type(cb), 'runs_last', ())
-            runs_first = getattr(type(cb), 'runs_first', ())
-            for event, handler in self._list_handlers(cb):
-                entry = handler, switch, cb
-                entries = found.setdefault(event, [])
-                if event in runs_last:
-                    last.append((event, entry))
-                else:
-                    entries.insert(0 if event in runs_first else len(entries), entry)
-        for event, entry in last:
-            found[event].append(entry)
-        self.update(dict.fromkeys(_HANDLED, _NO_ENTRIES))
-        self.update(found)
+        self.callbacks.fill_tables()
         return self[name]
 
-    def _list_handlers(self, cb: Any) -> list[tuple[str, Callable[[], Any]]]:
-        "Return the events and contexts that a callback handles, with the handlers."
-        names = list_handled(type(cb)) | (_HANDLED & vars(cb).keys())
-        if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
-            events = names.difference(CONTEXTS.values())
-            return [(name, partial(run_fastai_handler, cb, name)) for name in events]
-        takes_all = takes_every_event(type(cb))
-        skips_rank = declared(cb, 'first_process_only') and not self.callbacks.learn.world.is_first
-        skips_inner = not (cb.run_train if self.training else cb.run_valid)
-        found: list[tuple[str, Callable[[], Any]]] = []
-        for name in names:
-            handler = getattr(cb, name, None)
-            if takes_all and name not in CONTEXTS.values():
-                handler = partial(cb, name)
-            elif handler is None or skips_rank or (skips_inner and name in INNER_EVENTS):
-                continue
-            found.append((name, torch.no_grad()(handler) if cb.observer else handler))
-        return found
+
+def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
+    "Return the events and contexts that a callback handles on this rank, with the handlers."
+    cls: Any = type(cb)
+    names = list_handled(cls) | (_HANDLED & vars(cb).keys())
+    if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
+        events = names.difference(CONTEXTS.values())
+        return [(name, partial(run_fastai_handler, cb, name)) for name in events]
+    if getattr(cls, 'first_process_only', False) and not world.is_first:
+        names = frozenset()
+    found: dict[str, Callable[[], Any]] = {name: getattr(cb, name) for name in names}
+    if takes_every_event(cls):
+        found |= {name: partial(cb, name) for name in EVENTS}
+    if cb.observer:
+        found = {name: torch.no_grad()(handler) for name, handler in found.items()}
+    return [*found.items()]
 
 
 @cache
 def list_handled(cls: type) -> frozenset[str]:
     "Return the events and contexts that callbacks of a class may have a handler for, by their own names."
-    if issubclass(cls, Callback) and takes_every_event(cls):
-        return _HANDLED
     return _HANDLED & {name for base in cls.__mro__ for name in vars(base)}
 
 

@@ -163,14 +163,8 @@ _EVENT_OF_METHOD = {
 }
 
 
-class EventNames(SimpleNamespace):
-    "Namespace with every event as an attribute, so that editors can complete the names."
-
-    def __getattr__(self, name: str) -> str:
-        raise AttributeError(f'There is no event `{name}`.{did_you_mean(name, EVENTS)}', name=name)
-
-
-event = EventNames(**{name: name for name in EVENTS})
+# every event as an attribute, so that editors can complete the names
+event = SimpleNamespace(**{name: name for name in EVENTS})
 
 
 def lifecycle_markdown() -> str:
