@@ -149,11 +149,9 @@ class DistributedTraining(Callback):
 
     @override
     def runs_at(self, event_name: str, training: bool | None) -> bool:
-        "Return False in a single process, and for `after_pred` in training."
-        if self.learn is None or self.learn.world.size == 1:
-            return False
-        is_idle = training and event_name == 'after_pred'
-        return not is_idle and super().runs_at(event_name, training)
+        "Return False in a single process."
+        is_alone = self.learn is None or self.learn.world.size == 1
+        return not is_alone and super().runs_at(event_name, training)
 
     # -- joining and leaving the process group -----------------------------------------------------
 
@@ -385,7 +383,7 @@ class DistributedTraining(Callback):
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
-        if self._has_evaluation_samples:
+        if self._has_evaluation_samples or self.learn.training:
             return
         clear_pass(self.learn)
         raise CancelBatchException

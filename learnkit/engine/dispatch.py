@@ -170,12 +170,14 @@ class CallbackSet:
             cls, switch = type(cb), self.switches[id(cb)]
             # a callback that takes every event, or is of fastai, has its own condition
             is_plain = isinstance(cb, Callback) and not takes_every_event(cls)
-            runs = (cb.run_valid, cb.run_train) if is_plain else (True, True)
+            runs_outer = not is_plain or cb.runs_at('before_fit', None)
+            runs_inner = [not is_plain or cb.runs_at('before_batch', t) for t in (False, True)]
             runs_first, runs_last = getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ())
             for event, handler in list_handlers(cb, self.learn.world):
                 entry = handler, switch, cb
                 for table in self.tables:
-                    if event in INNER_EVENTS and not runs[table.training]:
+                    runs = runs_inner[table.training] if event in INNER_EVENTS else runs_outer
+                    if not runs:
                         continue
                     if event in runs_last:
                         last.append((table, event, entry))
