@@ -133,11 +133,10 @@ class CallbackSet:
 
     def check_new(
         self,
-        cbs: Iterable[Any],  # callbacks to be added
+        cbs: list[Any],  # callbacks to be added
         without: Iterable[Any] = (),  # callbacks to be removed
     ) -> None:
         "Warn of methods of new callbacks that no event calls; raise `OrderError` for an impossible order."
-        cbs = list(cbs)
         removed = {id(cb) for cb in without}
         for cb in cbs:
             warn_of_unknown_events(cb)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -131,7 +131,8 @@ def end_run(learn: Learner, error: BaseException | None) -> None:
         raised += call_each(learn, 'cleanup', interrupted)
     finally:
         try:
-            run_all([partial(_reset_run, learn, error), *_list_releases(learn)])
+            releases = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
+            run_all([partial(_reset_run, learn, error), *filter(None, releases)])
         except Exception as e:
             raised.append(e)
         run.kind = kind
@@ -181,12 +182,6 @@ def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) 
         add_note(e, f'in {where}')
     elif not is_open(learn, e.level):
         raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
-
-
-def _list_releases(learn: Learner) -> list[Callable[[], object]]:
-    "Return the functions of callbacks that release resources of the process."
-    ends = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
-    return [end for end in ends if end is not None]
 
 
 def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> list[BaseException]:
