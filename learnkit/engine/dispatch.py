@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -164,7 +164,7 @@ class CallbackSet:
         "List the handlers of each event, in evaluation and in training."
         for table in self.tables:
             table.update(dict.fromkeys(_HANDLED, _NO_ENTRIES))
-        last: list[tuple[HandlerTable, str, Entry]] = []
+        found: list[tuple[int, HandlerTable, str, Entry]] = []
         for cb in self.list_ordered():
             cls, switch = type(cb), self.switches[id(cb)]
             # a callback that takes every event, or is of fastai, has its own condition
@@ -173,18 +173,11 @@ class CallbackSet:
             runs_inner = [not is_plain or cb.runs_at('before_batch', t) for t in (False, True)]
             runs_first, runs_last = getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ())
             for event, handler in list_handlers(cb, self.learn.world):
-                entry = handler, switch, cb
+                place = (event in runs_last) - (event in runs_first)
                 for table in self.tables:
-                    runs = runs_inner[table.training] if event in INNER_EVENTS else runs_outer
-                    if not runs:
-                        continue
-                    if event in runs_last:
-                        last.append((table, event, entry))
-                    elif event in runs_first:
-                        table[event] = [entry, *table[event]]
-                    else:
-                        table[event] = [*table[event], entry]
-        for table, event, entry in last:
+                    if runs_inner[table.training] if event in INNER_EVENTS else runs_outer:
+                        found.append((place, table, event, (handler, switch, cb)))
+        for _, table, event, entry in sorted(found, key=itemgetter(0)):
             table[event] = [*table[event], entry]
 
     def list_ordered(self) -> list[Any]:

@@ -52,6 +52,19 @@ def test_order_comes_first_then_the_order_of_adding() -> None:
     assert ''.join(seen) == 'dbeac'
 
 
+HANDLERS: dict[str, Any] = {'before_fit': lambda cb: None, 'after_fit': lambda cb: None}
+
+
+def test_callbacks_that_run_first_or_last_go_by_order_among_themselves() -> None:
+    ends = {'runs_first': ('before_fit',), 'runs_last': ('after_fit',)}
+    made = [type(name, (Callback,), {'order': i} | ends)(**HANDLERS) for i, name in enumerate('AB')]
+    learn = bare(Callback(**HANDLERS, order=-1), *made, Callback(**HANDLERS, order=5))
+    names = [[type(cb).__name__ for cb in learn.ordered_cbs(event)] for event in HANDLERS]
+    before, after = names
+    assert before == ['A', 'B', 'TrainEvalCallback', 'Callback', 'Callback']
+    assert after == ['Callback', 'Callback', 'A', 'B']
+
+
 def test_a_change_of_order_acts_from_the_next_event() -> None:
     seen: list[str] = []
     a, b = (Noted(t, seen, 'before_epoch') for t in 'ab')
