@@ -1,16 +1,17 @@
+# mypy: disable-error-code="empty-body"
 """Learner: data, model, loss and optimizer in one object, with methods to train, evaluate and save."""
 
 from __future__ import annotations
 
 import atexit
-import os
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -25,50 +26,31 @@ from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.core.batch import detuplify, to_detach
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import (
-    CallbackError,
-    CancelError,
-    CancelFitException,
-    LossError,
-    TimeError,
-)
+from learnkit.core.errors import CallbackError, CancelFitException
 from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.model import WholeBatches, name_of, takes_batches
+from learnkit.core.model import WholeBatches, takes_batches
 from learnkit.core.time import Time, Timestamp, as_time
-from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.distributed.comm import SINGLE_RANK, Comm
-from learnkit.engine import own_loop
+from learnkit.engine import optimizer, own_loop
 from learnkit.engine.advice import Advice
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
-from learnkit.engine.callback import (
-    SHOWN_ELSEWHERE,
-    MissingAttribute,
-    defined_on_class,
-)
-from learnkit.engine.checks import (
-    check_function,
-    check_loss,
-    check_microbatch,
-    check_mode,
-    check_model,
-    warn_of_rate,
-)
+from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
+from learnkit.engine.checks import check_loss, check_microbatch, check_model
 from learnkit.engine.counters import COUNTER_OF_UNIT
 from learnkit.engine.denominator import LossWeights, check_weight_func
-from learnkit.engine.dispatch import ContextStack, as_list
-from learnkit.engine.events import LEVELS, LIFECYCLE
+from learnkit.engine.dispatch import as_list, enter_all
+from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.microbatch import Microbatches
-from learnkit.engine.optimizer import find_default_lr, prepare_opt, training_weights
 from learnkit.engine.own_loop import ClosureStep, EventCheck, OwnLoop, list_overrides
 from learnkit.engine.passes import TrainingPasses
-from learnkit.engine.run import call_each, is_in_use, note_error, open_level, raise_first
+from learnkit.engine.run import call_each, note_error, open_level, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
 from learnkit.engine.strategy import SingleProcess
 from learnkit.engine.timings import Timings
@@ -87,9 +69,10 @@ if TYPE_CHECKING:
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
+F = TypeVar('F', bound=Callable[..., Any])
+
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
-_open_learners: WeakSet[Learner] = WeakSet()  # Learners to close at interpreter exit
-_dropped_learners: list[Learner] = []  # garbage-collected, with callbacks that are still open
+_open_learners: WeakSet[Learner] = WeakSet()  # Learners whose callbacks `close` has to reach
 
 # fastai's names; events to fire by hand around an evaluation
 _before_epoch = ['before_fit', 'before_epoch']
@@ -99,6 +82,30 @@ _MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
 }
+
+
+def implemented_in(module: str, name: str = '') -> Callable[[F], F]:
+    """Decorate a method that only has a signature and a docstring.
+
+    A call checks its arguments, adds the defaults, and calls the function of the same name, or of `name`, in a module
+    that is imported by the first call.
+    """
+
+    def decorate(method: F) -> F:
+        signature = inspect.signature(method)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            method(*args, **kwargs)  # raises `TypeError` for arguments that do not fit
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            function = getattr(import_module(module), name or method.__name__)
+            return function(*given.args, **given.kwargs)
+
+        return check_keywords(call)  # type: ignore[return-value]  # the signature is that of `method`
+
+    return decorate
 
 
 class Learner(Loop):
@@ -137,9 +144,6 @@ class Learner(Loop):
     5
     """
 
-    _marks_misses = True
-    _is_open_for_use = False  # True while callbacks may hold resources that `close` releases
-    _owner_pid: int | None = None  # process that has run this Learner since the last `close`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
@@ -172,7 +176,6 @@ class Learner(Loop):
         size_func: Callable[..., int] | None = None,  # f(xb, yb) -> samples; None: as `find_bs`
         eval_every: str | int | Time | None = '1ep',  # epochs, '500ba', '10m'; None: never
     ) -> None:
-        _close_dropped()
         check_model(model)
         super().__init__()
         self.strategy: Any = SingleProcess()  # or SeveralProcesses, of `learn.distributed`
@@ -195,7 +198,7 @@ class Learner(Loop):
         self.loss_func: Any = loss_func
         check_loss(self.loss_func)
         self.opt_func = opt_func
-        self.lr: Any = find_default_lr(opt_func, defaults.lr) if lr is None else lr
+        self.lr: Any = optimizer.find_default_lr(opt_func, defaults.lr) if lr is None else lr
         self.splitter = splitter
         self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir
@@ -205,14 +208,13 @@ class Learner(Loop):
         self.moms = moms
         self.microbatch = check_microbatch(self, microbatch)
         self.weight_func = check_weight_func(weight_func)
-        check_function('size_func', size_func)
         self.token_func = token_func
         self.size_func = size_func
         self.eval_every = eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar = True
         self.opt: Any = None
-        self._exit_stacks: list[ExitStack] = []  # one for each open `with learn:`
+        self._open_blocks: list[Any] = []  # contexts of open `with learn:` blocks
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)
         self.last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
@@ -260,7 +262,6 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
-        warn_of_rate(lr)
         epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
@@ -278,10 +279,10 @@ class Learner(Loop):
                 from learnkit.checkpoint.state import begin_resume, find_checkpoint
 
                 checkpoint = find_checkpoint(self, resume)
-            prepare_opt(self, lr, wd, reset_opt)
+            optimizer.prepare_opt(self, lr, wd, reset_opt)
             self.replay_source = None
             with (
-                training_weights(self),
+                optimizer.training_weights(self),
                 self.strategy.run(self, 'fit'),
                 fit_seams(self, checkpoint is not None),
                 deferred.paused(),
@@ -293,24 +294,6 @@ class Learner(Loop):
                 if checkpoint is not None:
                     begin_resume(self, checkpoint)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
-
-    def train(self, mode: bool = True) -> nn.Module:
-        """Set the model to training mode, as `learn.model.train()` does; `learn.fit(5)` trains.
-
-        Warns outside of a run, where training was probably meant. Raises `FitError` for anything but a boolean.
-
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner().train(5)
-        Traceback (most recent call last):
-        learnkit.core.errors.FitError: learn.train(5) does not train: `learn.fit(5)` does.
-        """
-        check_mode(mode)
-        if mode and not self.run.depth:
-            warn_user(
-                'learn.train() sets the model to training mode, and trains nothing: `learn.fit(5)` trains. '
-                '`learn.model.train()` sets the mode without this warning.'
-            )
-        return self.model.train(mode)
 
     def fit_until(
         self,
@@ -325,13 +308,11 @@ class Learner(Loop):
         5
         """
         total = as_time(total, 'ep')
-        if total.unit == 'dur':
-            raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
         remainder = total.value - self.finished(total.unit)
         if remainder > 0:
             self.fit(Time(remainder, total.unit), **kwargs)
 
-    @check_keywords
+    @implemented_in('learnkit.callbacks.schedule')
     def fit_one_cycle(
         self,
         n_epoch: int,
@@ -360,24 +341,8 @@ class Learner(Loop):
         >>> [round(lr, 4) for lr in learn.recorder.lrs]
         [0.004, 0.052, 0.1, 0.05]
         """
-        from learnkit.callbacks.schedule import fit_one_cycle
 
-        fit_one_cycle(
-            self,
-            n_epoch,
-            lr_max,
-            div,
-            div_final,
-            pct_start,
-            wd,
-            moms,
-            cbs,
-            reset_opt,
-            start_epoch,
-            resume,
-        )
-
-    @check_keywords
+    @implemented_in('learnkit.callbacks.schedule')
     def fit_flat_cos(
         self,
         n_epoch: int,
@@ -400,13 +365,8 @@ class Learner(Loop):
         >>> [round(lr, 4) for lr in learn.recorder.lrs]
         [0.1, 0.1, 0.1, 0.05]
         """
-        from learnkit.callbacks.schedule import fit_flat_cos
 
-        fit_flat_cos(
-            self, n_epoch, lr, div_final, pct_start, wd, cbs, reset_opt, start_epoch, resume
-        )
-
-    @check_keywords
+    @implemented_in('learnkit.callbacks.schedule')
     def fit_sgdr(
         self,
         n_cycles: int,
@@ -428,12 +388,8 @@ class Learner(Loop):
         >>> [round(lr, 4) for lr in learn.recorder.lrs]
         [0.1, 0.05, 0.1, 0.0854, 0.05, 0.0146]
         """
-        from learnkit.callbacks.schedule import fit_sgdr
 
-        fit_sgdr(
-            self, n_cycles, cycle_len, lr_max, cycle_mult, cbs, reset_opt, wd, start_epoch, resume
-        )
-
+    @implemented_in('learnkit.callbacks.schedule')
     def fine_tune(
         self,
         epochs: Any,  # epochs with all groups, or a budget such as '2h'
@@ -461,26 +417,8 @@ class Learner(Loop):
         >>> [(row['fit'], row['epoch']) for row in learn.history]
         [(0, 0), (1, 0), (1, 1)]
         """
-        from learnkit.callbacks.schedule import fine_tune
 
-        fine_tune(
-            self,
-            epochs,
-            base_lr,
-            freeze_epochs,
-            lr_mult,
-            pct_start,
-            div,
-            start_epoch=start_epoch,
-            resume=resume,
-            div_final=div_final,
-            wd=wd,
-            moms=moms,
-            cbs=cbs,
-            reset_opt=reset_opt,
-        )
-
-    @check_keywords
+    @implemented_in('learnkit.callbacks.lr_finder')
     def lr_find(
         self,
         start_lr: Any = 1e-7,  # first rate, or list by parameter group
@@ -511,10 +449,8 @@ class Learner(Loop):
         >>> rates._fields, learn.opt, len(learn.lr_search.lrs) <= 30
         (('valley', 'steep'), None, True)
         """
-        from learnkit.callbacks.lr_finder import lr_find
 
-        return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
-
+    @implemented_in('learnkit.callbacks.batch_size_finder')
     def find_batch_size(
         self,
         max_size: int | None = None,  # largest size to try; None: the number of training samples
@@ -545,22 +481,6 @@ class Learner(Loop):
         >>> learn.find_batch_size(max_size=100), learn.find_batch_size(100, exact=True), learn.opt
         (64, 100, None)
         """
-        from learnkit.callbacks.batch_size_finder import find_batch_size
-
-        return find_batch_size(self, max_size, exact)
-
-    def create_opt(self) -> None:
-        """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.
-
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> learn.create_opt()
-        >>> learn.opt, len(learn.step_parameters)
-        (OptimWrapper(SGD, 1 group, lr=0.001), 2)
-        """
-        from learnkit.engine.optimizer import create_opt
-
-        create_opt(self)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -568,10 +488,6 @@ class Learner(Loop):
     def x(self) -> Any:
         "Input of the batch, or a tuple of several inputs. Assign `xb` to change it."
         return detuplify(self.xb)
-
-    @x.setter
-    def x(self, value: Any) -> None:
-        raise AttributeError('`x` is read only: write `self.learn.xb = (x,)`.')
 
     @property
     def y(self) -> Any:
@@ -586,26 +502,14 @@ class Learner(Loop):
         """
         return detuplify(self.yb)
 
-    @y.setter
-    def y(self, value: Any) -> None:
-        raise AttributeError('`y` is read only: write `self.learn.yb = (y,)`.')
-
     @property
     def time(self) -> Timestamp:
         "Epochs, batches, steps, samples, tokens and seconds finished so far, over all fits of this Learner."
-        counters = self.counters
+        amounts: dict[str, Any] = self.counters.by_unit()
+        amounts |= {unit: self.finished(unit) for unit in ('st', 'sec')}
         # rounding may bring a sum of shares above 1
         share = min(self.pct_train, 1.0) if self.fitting else None
-        return Timestamp(
-            iter=counters.iterations,
-            ep=counters.epochs,
-            ba=counters.batches,
-            st=self.finished('st'),
-            sp=counters.samples,
-            tok=counters.tokens,
-            sec=self.finished('sec'),
-            dur=share,
-        )
+        return Timestamp(**amounts, dur=share)
 
     def finished(self, unit: str) -> Any:
         """Return the amount finished so far in one unit of `learn.time`, as a plain number.
@@ -661,56 +565,12 @@ class Learner(Loop):
 
     # -- freezing, precision and compilation -------------------------------------------------------
 
-    def freeze_to(
-        self,
-        n: int,  # index of the first trained group; negative: counted from the end
-    ) -> None:
-        """Freeze the parameter groups before group `n`, and train the others.
+    create_opt = optimizer.create_opt
+    freeze_to = optimizer.freeze_to
+    freeze = optimizer.freeze
+    unfreeze = optimizer.unfreeze
 
-        The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
-        gradients, except in norm layers if `train_bn` is True.
-
-        >>> from learnkit import params
-        >>> from learnkit.testing import synth_learner
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
-        >>> learn = synth_learner(model=model, splitter=lambda m: [params(m[0]), params(m[1])])
-        >>> learn.freeze_to(1)
-        >>> [p.requires_grad for p in model.parameters()]
-        [False, False, True, True]
-        """
-        from learnkit.engine.optimizer import freeze_to
-
-        freeze_to(self, n)
-
-    def freeze(self) -> None:
-        """Freeze all parameter groups except the last one.
-
-        With a single group nothing is frozen, as in fastai, and a warning is issued.
-
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
-        >>> learn.freeze()
-        >>> learn.model.a.requires_grad, learn.model.b.requires_grad
-        (False, True)
-        """
-        from learnkit.engine.optimizer import freeze
-
-        freeze(self)
-
-    def unfreeze(self) -> None:
-        """Unfreeze all parameter groups.
-
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
-        >>> learn.freeze(); learn.unfreeze()
-        >>> all(p.requires_grad for p in learn.model.parameters())
-        True
-        """
-        from learnkit.engine.optimizer import unfreeze
-
-        unfreeze(self)
-
+    @implemented_in('learnkit.callbacks.mixed_precision')
     def to_bf16(self) -> Self:
         """Compute the forward pass of all further batches in bfloat16: see `MixedPrecision`.
 
@@ -718,10 +578,8 @@ class Learner(Loop):
         >>> synth_learner(default_cbs=False).to_bf16().to_bf16().cbs
         [MixedPrecision(amp_mode='bf16')]
         """
-        from learnkit.callbacks.mixed_precision import to_bf16
 
-        return to_bf16(self)
-
+    @implemented_in('learnkit.callbacks.mixed_precision')
     def to_fp16(
         self,
         **scaler: Any,  # `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
@@ -737,16 +595,12 @@ class Learner(Loop):
         >>> learn.to_fp32().cbs
         []
         """
-        from learnkit.callbacks.mixed_precision import to_fp16
 
-        return to_fp16(self, **scaler)
-
+    @implemented_in('learnkit.callbacks.mixed_precision')
     def to_fp32(self) -> Self:
         "Compute in the precision of the weights: remove `MixedPrecision`."
-        from learnkit.callbacks.mixed_precision import to_fp32
 
-        return to_fp32(self)
-
+    @implemented_in('learnkit.callbacks.compile', 'compile_learner')
     def compile(
         self,
         step: bool = False,  # compile the whole training step, not only the model
@@ -768,10 +622,8 @@ class Learner(Loop):
         >>> synth_learner().compile(step=True, backend='eager').explain_step()
         'The ordinary step runs: compiling comes after the next training batch.'
         """
-        from learnkit.callbacks.compile import compile_learner
 
-        return compile_learner(self, step, **options)
-
+    @implemented_in('learnkit.callbacks.compile')
     def explain_step(self) -> str:
         """Describe whether the compiled or the ordinary training step runs, and why.
 
@@ -779,113 +631,17 @@ class Learner(Loop):
         >>> synth_learner().explain_step()
         'The ordinary step runs: `learn.compile(step=True)` was not called.'
         """
-        from learnkit.callbacks.compile import explain_step
-
-        return explain_step(self)
 
     # -- methods for a custom `train_batch` or `evaluate_batch` ------------------------------------
 
-    def forward(
-        self,
-        f: Callable[..., Any],  # the model, a part of it, or a function that calls modules
-        *args: Any,  # arguments of `f`
-        **kwargs: Any,  # keyword arguments of `f`
-    ) -> Any:
-        """Call `f(*args, **kwargs)` as a forward pass, and return its output.
-
-        `before_pred` fires first. `f` runs in the callbacks' contexts of a forward pass, such as
-        autocast. At `after_pred` the output is `self.pred`. The return value is `self.pred` after
-        that event; with mixed precision it is float32. `self.pred` remains the output of the last
-        call; assign the predictions for the metrics to `self.pred` at the end.
-
-        With several ranks the modules are called directly, without `DistributedDataParallel`, and
-        gradients are averaged before each step.
-
-        >>> import torch
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> learn.forward(learn.model, torch.ones(3, 1)).shape
-        torch.Size([3, 1])
-        """
-        __tracebackhide__ = True
-        return own_loop.forward(self, f, *args, **kwargs)
-
-    def compute_loss(
-        self,
-        pred: Any,
-        *targets: Any,  # targets; if omitted, the targets of the batch, `self.yb`
-    ) -> Any:
-        """Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass.
-
-        In a custom `train_batch`, `MixUp` and `CutMix` blend only losses computed by this method.
-        Raises `LossError` without a `loss_func`.
-
-        >>> import torch
-        >>> from learnkit.testing import synth_learner
-        >>> float(synth_learner().compute_loss(torch.zeros(2), torch.ones(2)))
-        1.0
-        """
-        __tracebackhide__ = True
-        return own_loop.compute_loss(self, pred, *targets)
-
-    def optimize(
-        self,
-        loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],  # scalar, named parts, or f()
-        only: str | int | None = None,  # name or index of the optimizer that steps; None: all
-        retain_graph: bool = False,  # keep the graph for another loss that shares a part of it
-    ) -> bool:
-        """Take an optimizer step with the gradient of a loss; return False if no step was taken.
-
-        Fires `after_loss`, runs the backward pass, fires `before_step`, steps, fires `after_step`,
-        each with its events and contexts, and then clears the gradients. With `only`, one of
-        several optimizers is affected: its gradients are unscaled, clipped and cleared, and the
-        gradients of other parameters are unchanged. `GradientAccumulation` counts the batch's
-        samples at each call, separately for each optimizer; a call that only accumulates returns
-        False.
-
-        Each call counts as one step (`learn.time.st`). A schedule advances once per batch. `EMA`
-        averages after each step; with two steps per batch, `EMA(every=2)` averages once per batch. The
-        batch's `loss` is the mean of its optimized losses. `self.log('critic_loss', loss)` records
-        one loss in its own column.
-
-        Optimizers that evaluate the loss several times, such as LBFGS, and `SAM` need a function as
-        `loss`.
-
-        Raises `OptimizerError` for an unknown optimizer, and for LBFGS if the loss is not a
-        function; `FitError` outside of training; `LossError` for a loss without a gradient.
-
-        >>> from learnkit import Learner, SGD
-        >>> from learnkit.testing import synth_dls, RegModel
-        >>> class Own(Learner):
-        ...     def train_batch(self):
-        ...         loss = self.compute_loss(self.forward(self.model, self.x))
-        ...         self.optimize(loss)
-        >>> learn = Own(synth_dls(), RegModel(), nn.MSELoss(), opt_func=SGD)
-        >>> with learn.no_bar(): learn.fit(1)
-        >>> learn.time.st
-        10
-        """
-        __tracebackhide__ = True
-        return own_loop.optimize(self, loss, only, retain_graph)
-
-    def report_loss(
-        self,
-        loss: Tensor | Mapping[str, Tensor],  # scalar, or dict of named parts
-    ) -> None:
-        """Set the loss of the batch and fire `after_loss`; for a custom `evaluate_batch`.
-
-        >>> import torch
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> learn.report_loss(torch.tensor(2.))
-        >>> learn.loss
-        tensor(2.)
-        """
-        own_loop.report_loss(self, loss)
+    forward = own_loop.forward
+    compute_loss = own_loop.compute_loss
+    optimize = own_loop.optimize
+    report_loss = own_loop.report_loss
 
     # -- evaluation and prediction -----------------------------------------------------------------
 
-    @check_keywords
+    @implemented_in('learnkit.inference.predict')
     def validate(
         self,
         ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
@@ -909,10 +665,8 @@ class Learner(Loop):
         >>> with learn.no_bar(): learn.validate().names
         ['valid_loss', 'mae']
         """
-        from learnkit.inference.predict import validate
 
-        return validate(self, ds_idx, dl, cbs)
-
+    @implemented_in('learnkit.inference.predict')
     def get_preds(
         self,
         ds_idx: int = 1,  # loader to predict on: 0 training, 1 validation
@@ -958,23 +712,8 @@ class Learner(Loop):
         >>> preds.shape, targets.shape
         (torch.Size([32, 1]), torch.Size([32, 1]))
         """
-        from learnkit.inference.predict import get_preds
 
-        return get_preds(
-            self,
-            ds_idx,
-            dl,
-            with_input,
-            with_decoded,
-            with_loss,
-            act,
-            inner,
-            reorder,
-            cbs,
-            sink,
-            **kwargs,
-        )
-
+    @implemented_in('learnkit.inference.predict')
     def predict_iter(
         self,
         dl: Any = None,  # loader, or its name in `dls`
@@ -998,12 +737,8 @@ class Learner(Loop):
         >>> [tuple(preds.shape) for preds, targs in learn.predict_iter()]
         [(16, 1), (16, 1)]
         """
-        from learnkit.inference.predict import predict_iter
 
-        return predict_iter(
-            self, dl, ds_idx, with_input, with_decoded, with_loss, act, inner, cpu, cbs
-        )
-
+    @implemented_in('learnkit.inference.predict')
     def predict(
         self,
         item: Any,  # input of one sample as in the data set; a tuple for several inputs
@@ -1021,10 +756,8 @@ class Learner(Loop):
         >>> pred.shape
         torch.Size([1])
         """
-        from learnkit.inference.predict import predict
 
-        return predict(self, item, rm_type_tfms, with_input)
-
+    @implemented_in('learnkit.inference.predict')
     def tta(
         self,
         ds_idx: int = 1,  # loader to predict on: 0 training, 1 validation
@@ -1049,10 +782,8 @@ class Learner(Loop):
         >>> preds.shape
         torch.Size([32, 1])
         """
-        from learnkit.inference.predict import tta
 
-        return tta(self, ds_idx, dl, n, item_tfms, batch_tfms, beta, use_max, augment)
-
+    @implemented_in('learnkit.inference.show')
     def show_results(
         self,
         ds_idx: int = 1,  # loader whose first batch is shown: 0 training, 1 validation
@@ -1077,12 +808,10 @@ class Learner(Loop):
            3     1       0          0
            2     0       1          0  wrong
         """
-        from learnkit.inference.show import show_results
-
-        return show_results(self, ds_idx, dl, max_n, shuffle, **kwargs)
 
     # -- saving and loading ------------------------------------------------------------------------
 
+    @implemented_in('learnkit.checkpoint.saving')
     def save(
         self,
         file: str | Path,  # name below `path/model_dir`, or absolute path; `.pth` is appended
@@ -1108,9 +837,6 @@ class Learner(Loop):
         models/line.pth
         True
         """
-        from learnkit.checkpoint.saving import save
-
-        return save(self, file, with_opt)
 
     def load(
         self,
@@ -1142,6 +868,7 @@ class Learner(Loop):
 
         return load(self, file, with_opt, device, strict)
 
+    @implemented_in('learnkit.checkpoint.exchange')
     def save_learner(
         self,
         fname: str | Path = 'learner.pth',  # name below `path`, or absolute path
@@ -1165,10 +892,8 @@ class Learner(Loop):
         ...     load_learner(path, model=build, loss_func=nn.MSELoss())
         Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
         """
-        from learnkit.checkpoint.exchange import save_learner
 
-        return save_learner(self, fname, **model_config)
-
+    @implemented_in('learnkit.checkpoint.saving')
     def export(
         self,
         fname: str | Path = 'export.pt2',  # name below `path`, or absolute path; appends `.pt2`
@@ -1194,12 +919,10 @@ class Learner(Loop):
         >>> program(torch.ones(5, 1)).shape
         torch.Size([5, 1])
         """
-        from learnkit.checkpoint.saving import export
-
-        return export(self, fname, act, sample)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    @implemented_in('learnkit.checkpoint.state')
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the complete training state, copied to host memory, as plain values and tensors.
 
@@ -1217,10 +940,8 @@ class Learner(Loop):
         ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model',
          'nondeterministic_state', 'optimizer', 'position', 'rng']
         """
-        from learnkit.checkpoint.state import checkpoint_state
 
-        return checkpoint_state(self)
-
+    @implemented_in('learnkit.checkpoint.state')
     def load_checkpoint_state(
         self,
         state: Mapping[str, Any],  # result of `checkpoint_state` of a Learner created the same way
@@ -1238,10 +959,8 @@ class Learner(Loop):
         >>> other.time.ba, torch.equal(other.model.a, learn.model.a)
         (10, True)
         """
-        from learnkit.checkpoint.state import load_checkpoint_state
 
-        load_checkpoint_state(self, state)
-
+    @implemented_in('learnkit.checkpoint.resume_check')
     def check_resume(
         self,
         n_batches: int = 8,  # training batches of each run; more than an epoch tests its end too
@@ -1265,10 +984,8 @@ class Learner(Loop):
         >>> bool(synth_learner(cbs=EMA()).check_resume())
         True
         """
-        from learnkit.checkpoint.resume_check import check_resume
 
-        return check_resume(self, n_batches, stop_after)
-
+    @implemented_in('learnkit.engine.callback_state')
     def callback_states(self) -> dict[str, Any]:
         """Return the callbacks' states by key: the callback's `state_key`, or its name, made unique.
 
@@ -1283,10 +1000,8 @@ class Learner(Loop):
         >>> sorted(synth_learner(cbs=[EMA(), EMA(0.9)]).callback_states())
         ['ema', 'ema_2', 'recorder', 'train_eval']
         """
-        from learnkit.engine.callback_state import callback_states
 
-        return callback_states(self)
-
+    @implemented_in('learnkit.engine.callback_state')
     def load_callback_states(
         self,
         states: Mapping[str, Any],  # result of `callback_states` with the same callbacks
@@ -1303,9 +1018,6 @@ class Learner(Loop):
         >>> len(other.recorder.losses)
         10
         """
-        from learnkit.engine.callback_state import load_callback_states
-
-        load_callback_states(self, states)
 
     # -- distributed training ----------------------------------------------------------------------
 
@@ -1329,6 +1041,7 @@ class Learner(Loop):
 
         return self.added_cbs(DistributedTraining(strategy, **options))
 
+    @implemented_in('learnkit.distributed.launch')
     def launch(
         self,
         fn: Callable[[Any], Any],  # f(learn) in each process: `lambda learn: learn.fit(3)`
@@ -1352,10 +1065,8 @@ class Learner(Loop):
         Traceback (most recent call last):
         learnkit.core.errors.OptionError: nproc=0: give a whole number, 1 or more.
         """
-        from learnkit.distributed.launch import launch
 
-        return launch(self, fn, nproc, **options)
-
+    @implemented_in('learnkit.distributed.compare')
     def check_replicas(self) -> None:
         """Compare weights, buffers and the optimizer's state of all ranks.
 
@@ -1365,9 +1076,6 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().check_replicas()
         """
-        from learnkit.distributed.compare import check_replicas
-
-        check_replicas(self)
 
     # -- metrics and logged values -----------------------------------------------------------------
 
@@ -1398,31 +1106,22 @@ class Learner(Loop):
         >>> learn.smooth_loss.shape, bool(learn.smooth_loss == learn.recorder.losses[-1])
         (torch.Size([]), True)
         """
-        if recorder_of(self) is None and 'smooth_loss' in self.__dict__:
-            return self.__dict__['smooth_loss']
-        value = self._get_recorder('smooth_loss').smooth_loss.value
+        value = self._get_recorder().smooth_loss.value
         if value is None:
             raise MissingAttribute(
                 'smooth_loss', self, why='It exists from the first training step on.'
             )
         return value
 
-    @smooth_loss.setter
-    def smooth_loss(self, value: Tensor) -> None:
-        "Store the value that fastai's Recorder assigns, in a Learner without learnkit's Recorder."
-        self.__dict__['smooth_loss'] = value
-
     @property
     def history(self) -> History:
         "The values that the Recorder has recorded: one dict per epoch, over all fits."
-        return self._get_recorder('history').history
+        return self._get_recorder().history
 
-    def _get_recorder(self, attribute: str) -> Recorder:
+    def _get_recorder(self) -> Recorder:
         recorder = recorder_of(self)
         if recorder is None:
-            raise MissingAttribute(
-                attribute, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.'
-            )
+            raise MissingAttribute('recorder', self, why='Add it: `learn.add_cb(Recorder())`.')
         return recorder
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
@@ -1482,6 +1181,7 @@ class Learner(Loop):
 
     # -- inspection and debugging ------------------------------------------------------------------
 
+    @implemented_in('learnkit.callbacks.model_summary', 'summarize_learner')
     def summary(self) -> Summary:
         """Summarize the model, layer by layer, and its training.
 
@@ -1503,10 +1203,8 @@ class Learner(Loop):
         Total params: 2
         ...
         """
-        from learnkit.callbacks.model_summary import summarize_learner
 
-        return summarize_learner(self)
-
+    @implemented_in('learnkit.debug.report', 'write_report')
     def report(
         self,
         fname: str | Path = 'report.html',  # name below `path`, or absolute path; appends `.html`
@@ -1536,10 +1234,8 @@ class Learner(Loop):
         >>> text.count('<h1>RegModel</h1>'), '<script' in text
         (1, False)
         """
-        from learnkit.debug.report import write_report
 
-        return write_report(self, fname, predictions, top_k)
-
+    @implemented_in('learnkit.loggers.values', 'configuration')
     def gather_args(self) -> dict[str, Any]:
         """Return the options of the Learner, its data and callbacks, as loggers record them.
 
@@ -1549,10 +1245,8 @@ class Learner(Loop):
         >>> synth_learner().gather_args()['model']
         'RegModel'
         """
-        from learnkit.loggers.values import configuration
 
-        return configuration(self)
-
+    @implemented_in('learnkit.debug.trace')
     def explain(
         self,
         event_name: str,  # name of the event
@@ -1563,10 +1257,8 @@ class Learner(Loop):
         >>> [h.function for h in synth_learner().explain('after_epoch')]
         ['TrainEvalCallback.after_epoch', 'Recorder.after_epoch']
         """
-        from learnkit.debug.trace import explain
 
-        return explain(self, event_name)
-
+    @implemented_in('learnkit.debug.trace', 'list_metric_names')
     def metric_names(self) -> dict[str, str]:
         """Return every recorded or logged name, with its meaning.
 
@@ -1574,10 +1266,8 @@ class Learner(Loop):
         >>> synth_learner().metric_names()
         {'train_loss': 'training loss, mean of the epoch', 'valid_loss': 'a column of the history'}
         """
-        from learnkit.debug.trace import list_metric_names
 
-        return list_metric_names(self)
-
+    @implemented_in('learnkit.debug.trace')
     def trace(self) -> AbstractContextManager[Trace]:
         """Return a context that records which callback changes what.
 
@@ -1593,10 +1283,8 @@ class Learner(Loop):
         >>> print(next(c for c in changes if c.what == 'xb'))
         epoch 0, batch 0, before_batch: Callback changed xb
         """
-        from learnkit.debug.trace import trace
 
-        return trace(self)
-
+    @implemented_in('learnkit.callbacks.replay')
     def replay(
         self,
         detect_anomaly: bool = False,  # use autograd's anomaly detection to locate NaN gradients
@@ -1625,9 +1313,6 @@ class Learner(Loop):
         >>> with learn.no_logging(): learn.replay().shape
         torch.Size([])
         """
-        from learnkit.callbacks.replay import replay
-
-        return replay(self, detect_anomaly)
 
     # -- contexts ----------------------------------------------------------------------------------
 
@@ -1666,14 +1351,11 @@ class Learner(Loop):
             return replacing_yield(self.loss_func, 'reduction', 'none')
         if self.loss_func is None:
             return replacing_yield(self, 'loss_func', None)
-        if not takes(self.loss_func, 'reduction'):
-            raise LossError(
-                f'{name_of(self.loss_func)} cannot give the loss of each sample: it has no `reduction`. '
-                "Give it that keyword, 'none' for one number a sample."
-            )
         return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
 
-    def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
+    def validation_context(
+        self, cbs: Any = None, inner: bool = False
+    ) -> AbstractContextManager[None]:
         """Return a context for a manual validation: no rows or epoch bar; fit and epoch events unless `inner`.
 
         >>> from learnkit.testing import synth_learner
@@ -1682,81 +1364,56 @@ class Learner(Loop):
         >>> float(learn.recorder.final_record[0]) == learn.validate()[0]
         True
         """
-        return ContextStack(
-            [
-                self.no_logging,
-                self.no_mbar,
-                lambda: self.lock,
-                lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
-                *([] if inner else [self._fire_outer_events]),
-            ]
-        )
+        contexts = [
+            self.no_logging,
+            self.no_mbar,
+            lambda: self.lock,
+            lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
+        ]
+        return enter_all(contexts if inner else [*contexts, self._fire_outer_events])
 
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''), open_level(self, 'fit'):
-            self._fire_uncancelled('before_fit')
-            with open_level(self, 'epoch'):
-                self._fire_uncancelled('before_epoch')
+        with self.strategy.run(self, ''):
+            self(_before_epoch)  # no level is open: a with-block cannot be skipped
+            with open_level(self, 'fit'), open_level(self, 'epoch'):
                 yield self
-
-    def _fire_uncancelled(self, event_name: str) -> None:
-        "Fire the first event of a level; raise `CancelError` if a callback cancels the level."
-        level = LEVELS[event_name.removeprefix('before_')]
-        try:
-            self(event_name)
-        except level.exception as e:
-            raise CancelError(
-                f'{type(e).__name__} in {event_name}: a with-block cannot be skipped.'
-            ) from e
 
     def __copy__(self) -> Self:
         raise CallbackError('A Learner cannot share its callbacks with a copy: use copy.deepcopy.')
 
-    def __enter__(self) -> Self:
-        stack = ExitStack()
-        stack.enter_context(self._fire_outer_events())
-        self._exit_stacks.append(stack)
-        return self
-
-    def __exit__(self, *exc_info: Any) -> bool | None:
-        error: BaseException | None = exc_info[1]
+    @contextmanager
+    def _opened(self) -> Iterator[Self]:
+        "Fire the events around a validation, and close the callbacks at the end of the outermost run."
+        error: BaseException | None = None
         try:
-            swallowed = self._exit_stacks.pop().__exit__(*exc_info)
+            with self._fire_outer_events():
+                yield self
         except BaseException as e:
             error = e
-            swallowed = False
-        close_errors = [] if self.run.depth else self._close()
-        if error is exc_info[1]:
-            raise_first(None if swallowed else error, close_errors)
-        else:
-            raise_first(error, close_errors)
-            raise error  # type: ignore[misc]  # not None: set in the except clause
-        return swallowed
+            raise
+        finally:
+            if not self.run.depth:
+                raise_first(error, self._close())
 
-    @override
-    def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
-        "Add a note to an exception: the callback, the event, epoch and batch."
-        note_error(self, e, cb, event_name)
+    def __enter__(self) -> Self:
+        self._open_blocks.append(self._opened())
+        return self._open_blocks[-1].__enter__()
 
-    @override
-    def _is_in_use(self) -> bool:
-        return is_in_use(self)
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._open_blocks.pop().__exit__(*exc_info)
+
+    _note_error = note_error
 
     @override
     def _open_for_use(self) -> None:
         _open_learners.add(self)
-        self._is_open_for_use = True
-        if self.run.depth:
-            _close_dropped()
-            self._owner_pid = os.getpid()
 
     def close(self) -> None:
         """Close the resources of every callback; calling `close` twice has no effect.
 
-        The Learner can be used, and closed, again. A Learner that was garbage-collected is closed when the next Learner
-        is created or runs, and any other at interpreter exit.
+        The Learner can be used, and closed, again. A Learner that still exists at interpreter exit is closed then.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -1769,17 +1426,10 @@ class Learner(Loop):
         "Close every callback, and return the exceptions that were raised."
         self.replay_source = None
         self.passes.forget()
-        if not self._is_open_for_use:
+        if self not in _open_learners:
             return []
         _open_learners.discard(self)
-        self._is_open_for_use = False
-        self._owner_pid = None
         return call_each(self, 'close') + call_each(self, 'post_close')
-
-    def __del__(self) -> None:
-        # garbage is collected anywhere, also while torch traces: only note that callbacks are open
-        if self._owner_pid == os.getpid() and not sys.is_finalizing():
-            _dropped_learners.append(self)
 
     # -- attributes of the model and the callbacks -------------------------------------------------
 
@@ -1806,29 +1456,13 @@ class Learner(Loop):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.model)})
 
-    def __repr__(self) -> str:
-        return learner_text(self)
-
-    @never_raising
-    def _repr_html_(self) -> str:
-        return learner_html(self)
-
-
-def _close_dropped() -> None:
-    "Close the callbacks of Learners that were garbage-collected; errors become warnings."
-    while _dropped_learners:
-        for e in _dropped_learners.pop()._close():
-            notes = ' '.join(getattr(e, '__notes__', ()))
-            warn_user(
-                f'{type(e).__name__} while a Learner that was dropped was closed: {e} {notes}. '
-                'Call `learn.close()` to have it raised.'
-            )
+    __repr__ = learner_text
+    _repr_html_ = never_raising(learner_html)
 
 
 @atexit.register
 def _close_all() -> None:
     "Close the callbacks of every Learner that is still open."
-    _close_dropped()
     raise_first(None, [e for learn in list(_open_learners) for e in learn._close()])
 
 

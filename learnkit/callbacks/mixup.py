@@ -67,7 +67,6 @@ class MixHandler(Callback):
     run_in = 'fit'
     run_valid = False
     needs_events = False  # `_check_blended` finds losses that were not blended
-    averages_samples = True  # whatever the plain loss averages over
 
     def __init__(
         self,
@@ -113,6 +112,7 @@ class MixHandler(Callback):
                 f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                 'Use one of them in a fit.'
             )
+        self.learn.loss_weights.averages_samples = True  # whatever the plain loss averages over
         if list_overrides(self.learn):
             self._has_blended = False
             self.after_batch = self._check_blended  # type: ignore[method-assign]
@@ -141,6 +141,7 @@ class MixHandler(Callback):
             )
 
     def cleanup(self) -> None:
+        self.learn.loss_weights.averages_samples = False
         self._forget()
         if 'after_batch' in self.__dict__:
             del self.after_batch

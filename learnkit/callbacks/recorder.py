@@ -235,9 +235,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
                 self._steps.record(learn.opt.last_group)
             if self._train and not learn.microbatch and learn.strategy.has_local_samples:
                 self._accumulate(learn)
-            for microbatch in self._microbatches:
-                self._accumulate(microbatch)
-            self._microbatches = []
+            while self._microbatches:
+                self._accumulate(self._microbatches.pop(0))
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 

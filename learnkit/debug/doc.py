@@ -11,7 +11,7 @@ from typing import Any
 from learnkit.core.errors import CancelException, OptionError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.engine.callback import Callback, get_own_handler
-from learnkit.engine.events import ALIASES, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
+from learnkit.engine.events import EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
 
 # index of the first moment of an evaluation in `LIFECYCLE`
 _EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
@@ -83,9 +83,8 @@ def open_levels(
 
 def _find(name: str) -> Any:
     "Return the event, or the object, of a name in `learnkit.all` or of the Learner."
-    event = ALIASES.get(name, name)
-    if event in EVENTS:
-        return event
+    if name in EVENTS:
+        return name
     known = _get_public_names()
     first, *others = name.removeprefix('learn.').split('.')
     found = known.get(first, getattr(known['Learner'], first, None))

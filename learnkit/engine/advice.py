@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from learnkit.core.batch import count_samples, describe, slice_batch
-from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
+from learnkit.core.batch import describe
+from learnkit.core.errors import BatchError, CancelException, LossError, add_note
 from learnkit.core.model import name_of
 from learnkit.core.validation import (
     check_class_scores,
@@ -31,19 +31,10 @@ class Advice:
         self._has_checked_loss = True  # False until a fit has checked the loss function
         self._checked: list[Any] | None = None  # loss function and sample shapes of the last check
 
-    def begin_fit(self, learn: Learner) -> None:
-        "Check the loss function and the first training batch of this fit."
+    def begin_fit(self) -> None:
+        "Check the loss function at the first loss of this fit."
         self._has_checked_loss = False
         self._checked = None
-        batch = learn.seams.batch
-
-        def check_and_train(learn: Learner) -> None:
-            __tracebackhide__ = True
-            learn.seams.batch = batch
-            check_first_batch(learn)
-            learn.train_batch()
-
-        learn.seams.batch = check_and_train
 
     def check_loss(self, learn: Learner, pred: Any) -> None:
         "Check the shapes at the first loss of a pass, and the loss function at the first loss of a fit."
@@ -62,23 +53,6 @@ class Advice:
         warn_of_order(learn.loss_func)
         if learn.training and (learn.microbatch or learn.world.size > 1):
             check_is_mean(learn, pred)
-
-
-def check_first_batch(learn: Learner) -> None:
-    "Raise for a fit's first training batch if samples must be counted, or split, and cannot be."
-    amount = learn.counters.in_samples
-    learn.counters.in_samples = None
-    if learn.microbatch:
-        n = count_samples(learn)
-        slice_batch(learn.xb, learn.yb, n, [slice(0, n)])
-    try:
-        n = count_samples(learn)
-    except BatchError as e:
-        if amount is None:
-            return
-        raise TimeError(f'{amount}: samples are not counted. {e}') from None
-    if n < 1 and amount is not None:
-        raise TimeError(f'{amount}: the first batch has {n} samples, {describe(learn.xb)}.')
 
 
 # -- errors ----------------------------------------------------------------------------------------

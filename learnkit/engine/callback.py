@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial, wraps
@@ -19,10 +18,9 @@ from typing_extensions import override
 from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import is_number, warn_user
+from learnkit.core.validation import warn_user
 from learnkit.engine.counters import Every
 from learnkit.engine.events import (
-    ALIASES,
     CONTEXTS,
     EVENTS,
     INNER_EVENTS,
@@ -62,11 +60,7 @@ _FOREIGN_NAMES = {
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 # attribute with the names of the attributes that a constructor of this package has set
 SET_BY_BASE = '_set_by_base'
-_HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
-# attributes of the loop that callbacks read
-_LOOP_ATTRIBUTES = set(
-    'epoch iter n_epoch n_iter train_iter pct_train training phase xb yb pred loss loss_grad'.split()
-)
+_HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values()])
 # attributes that the Learner's handler tables depend on
 _DISPATCH_ATTRIBUTES = _HANDLER_NAMES | {'run', 'run_train', 'run_valid', 'order'}
 
@@ -122,14 +116,6 @@ def declared(
     return getattr(cb, name) if is_own else default
 
 
-def _is_missing(e: AttributeError, obj: object, name: str) -> bool:
-    "Return True if `obj` has no attribute `name`, False if the error was raised inside one of its properties."
-    if isinstance(e, MissingAttribute):
-        return e.name == name
-    is_learner = getattr(obj, '_marks_misses', False)
-    return not is_learner and not defined_on_class(obj, name) and e.name in (None, name)
-
-
 class Callback:
     """Change the training loop at its events: a method named after an event runs when the event fires.
 
@@ -155,8 +141,7 @@ class Callback:
     A subclass that overrides `run_event` (or `__call__`) gets every event there; its methods named after events run
     only if it calls super. `state_dict` and `load_state_dict` hold the state that must survive a checkpoint.
 
-    Raises `UnknownEventError` for a keyword that is not an event and `CallbackError` for a function that cannot be
-    called with the callback, an `order` that is not a number, and an unknown `run_in`.
+    Raises `UnknownEventError` for a keyword that is not an event and `CallbackError` for an unknown `run_in`.
 
     >>> class Shout(Callback):
     ...     def before_fit(self): return 'go!'
@@ -206,48 +191,19 @@ class Callback:
         history: list[dict[str, Any]]  # a row an epoch
         smooth_loss: Tensor
 
+        # the events: names that an editor completes in a subclass
         def after_create(self) -> Any: ...
-        def before_load(self) -> Any: ...
-        def after_load(self) -> Any: ...
-        def before_fit(self) -> Any: ...
-        def before_iteration(self) -> Any: ...
-        def before_epoch(self) -> Any: ...
-        def before_train(self) -> Any: ...
-        def before_draw(self) -> Any: ...
-        def after_draw(self) -> Any: ...
-        def before_batch(self) -> Any: ...
-        def before_pred(self) -> Any: ...
-        def after_pred(self) -> Any: ...
-        def after_loss(self) -> Any: ...
-        def before_backward(self) -> Any: ...
-        def after_cancel_backward(self) -> Any: ...
-        def after_backward(self) -> Any: ...
-        def before_step(self) -> Any: ...
-        def after_cancel_step(self) -> Any: ...
-        def after_step(self) -> Any: ...
-        def after_cancel_batch(self) -> Any: ...
-        def after_batch(self) -> Any: ...
-        def batch_checkpoint(self) -> Any: ...
-        def after_cancel_train(self) -> Any: ...
-        def after_train(self) -> Any: ...
-        def before_eval(self) -> Any: ...
-        def before_validate(self) -> Any: ...
-        def after_cancel_validate(self) -> Any: ...
-        def after_validate(self) -> Any: ...
-        def after_eval(self) -> Any: ...
-        def after_cancel_epoch(self) -> Any: ...
-        def after_epoch(self) -> Any: ...
-        def epoch_checkpoint(self) -> Any: ...
-        def after_iteration(self) -> Any: ...
-        def iteration_checkpoint(self) -> Any: ...
-        def after_cancel_fit(self) -> Any: ...
-        def after_fit(self) -> Any: ...
-        def before_predict(self) -> Any: ...
-        def after_predict(self) -> Any: ...
-        def after_error(self) -> Any: ...
-        def cleanup(self) -> Any: ...
-        def close(self) -> Any: ...
-        def post_close(self) -> Any: ...
+
+        before_load = after_load = before_fit = before_iteration = before_epoch = after_create
+        before_train = before_draw = after_draw = before_batch = before_pred = after_create
+        after_pred = after_loss = before_backward = after_cancel_backward = after_create
+        after_backward = before_step = after_cancel_step = after_step = after_create
+        after_cancel_batch = after_batch = batch_checkpoint = after_cancel_train = after_create
+        after_train = before_eval = before_validate = after_cancel_validate = after_create
+        after_validate = after_eval = after_cancel_epoch = after_epoch = after_create
+        epoch_checkpoint = after_iteration = iteration_checkpoint = after_create
+        after_cancel_fit = after_fit = before_predict = after_predict = after_create
+        after_error = cleanup = close = post_close = after_create
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -263,20 +219,15 @@ class Callback:
         run_valid: bool | None = None,  # False: no batch events in evaluation; None: the class's
         **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
-        options = {
-            'order': order,
-            'run_in': run_in,
-            'run_train': run_train,
-            'run_valid': run_valid,
-        }
+        if run_in not in (None, 'any', 'fit', 'evaluation'):
+            raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")
+        options = {'order': order, 'run_in': run_in, 'run_train': run_train, 'run_valid': run_valid}
         for name, value in options.items():
             if value is not None:
-                _check_option(name, value)
                 setattr(self, name, value)
         for name, f in handlers.items():
             canonical_event(name, where=type(self).__name__)
             if f is not None:
-                _check_takes_callback(name, f, self)
                 setattr(self, name, MethodType(f, self))
 
     def __call__(self, event_name: str) -> Any:
@@ -340,10 +291,10 @@ class Callback:
             raise MissingAttribute(name, self, why='It is not part of a Learner yet.')
         try:
             return getattr(learn, name)
-        except AttributeError as e:
-            if not _is_missing(e, learn, name):
+        except MissingAttribute as e:
+            if e.name != name:  # raised inside a property
                 raise
-            why = getattr(e, 'why', '')
+            why = e.why
         raise MissingAttribute(name, self, learn, why=why)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -388,17 +339,6 @@ def _record_attributes(init: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _make_signature() -> inspect.Signature:
-    "Return the constructor's signature with a keyword for each event, so that editors complete the names."
-    instance, *options, handlers = inspect.signature(Callback.__init__).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    events = [inspect.Parameter(name, keyword, default=None) for name in EVENTS]
-    return inspect.Signature([instance, *events, *options, handlers], return_annotation='None')
-
-
-Callback.__init__.__signature__ = _make_signature()  # type: ignore[attr-defined]
-
-
 def _list_changed_options(cb: Callback) -> Iterator[str]:
     "Yield `name=value` for each constructor option whose attribute of the same name is not the default."
     for name, option in inspect.signature(type(cb).__init__).parameters.items():
@@ -423,79 +363,30 @@ def _has_attribute(learn: object, name: str) -> bool:
     return defined_on_class(learn, name) or hasattr(learn, name)
 
 
-def _check_option(name: str, value: object) -> None:
-    "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and a flag that is not a bool."
-    if name == 'order':
-        is_valid, hint = is_number(value), 'a number; the Recorder has 50'
-    elif name == 'run_in':
-        is_valid, hint = value in ('any', 'fit', 'evaluation'), "'any', 'fit' or 'evaluation'"
-    else:
-        is_valid, hint = isinstance(value, bool), 'True or False'
-    if not is_valid:
-        raise CallbackError(f'{name}={value!r}: give {hint}.')
-
-
-def _check_takes_callback(event_name: str, f: object, cb: Callback) -> None:
-    "Raise `CallbackError` unless `f` can be called with one argument, the callback."
-    if not callable(f):
-        raise CallbackError(f'{event_name}={f!r}: give a function that takes the callback.')
-    with suppress(ValueError):  # some builtins have no signature
-        signature = inspect.signature(f)
-        try:
-            signature.bind(cb)
-        except TypeError as e:
-            raise CallbackError(
-                f'{event_name}={_get_func_name(f)}{signature} cannot be called with the callback alone ({e}). '
-                'Write it as `def f(cb): ...`.'
-            ) from None
-
-
 @cache
 def _shorten_class_name(cls: str) -> str:
     return camel2snake(cls.removesuffix('Callback') or cls)
 
 
-# spellings of the events that have an alias
-_SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
-
-
-def check_names(cb: Any) -> None:
-    """Raise `CallbackError` for a user's handler that cannot be called.
-
-    Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop.
-    """
-    if type(cb).__module__.startswith('learnkit.'):
-        return
-    classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
-    members: dict[str, Any] = {}
-    for cls in classes[:-1]:  # without `object`
-        members = {**vars(cls), **members}
-    for name in _HANDLER_NAMES & {*members, *vars(cb)}:
-        get_own_handler(cb, name)
-    for name, member in members.items():
-        meant = None if name in _HANDLER_NAMES else event_like(name)
-        if meant and isinstance(member, FunctionType):
-            warn_user(
-                f'{type(cb).__name__}.{name} is not an event, and no event calls it. Did you mean `{meant}`?'
-            )
-    set_here = vars(cb).keys() - vars(cb).get(SET_BY_BASE, ())
-    for name in sorted(_LOOP_ATTRIBUTES & (members.keys() | set_here)):
-        if not isinstance(members.get(name), (FunctionType, property)):
-            warn_user(f'{SHADOWING.format(name)}, or choose another name')
+def warn_of_unknown_events(cb: Callback) -> None:
+    "Warn of a user's methods that look like handlers, and that no event calls."
+    for cls in type(cb).__mro__[:-1]:  # without `object`
+        if cls.__module__.startswith('learnkit.'):
+            continue
+        for name, member in vars(cls).items():
+            meant = None if name in _HANDLER_NAMES else event_like(name)
+            if meant and isinstance(member, FunctionType):
+                warn_user(
+                    f'{type(cb).__name__}.{name} is not an event, and no event calls it. Did you mean `{meant}`?'
+                )
 
 
 def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
     "Return the handler of `cb` for an event, or None. The Learner's attributes are not searched."
-    for spelling in _SPELLINGS.get(event_name, (event_name,)):
-        if not hasattr(type(cb), spelling) and spelling not in vars(cb):
-            continue  # raising an AttributeError takes several times as long
-        handler = object.__getattribute__(cb, spelling)
-        if not callable(handler):
-            raise CallbackError(
-                f'{type(cb).__name__}.{spelling} is {handler!r}: an event needs a method or function.'
-            )
+    if hasattr(type(cb), event_name) or event_name in vars(cb):
+        handler: Callable[[], Any] = object.__getattribute__(cb, event_name)
         return handler
-    return None
+    return None  # raising an AttributeError takes several times as long
 
 
 class IntervalCallback(Callback):
@@ -563,12 +454,7 @@ class Periodic(IntervalCallback):
     ) -> None:
         super().__init__(every, 'ep', **handlers)
         if on_every is not None:
-            _check_takes_callback('on_every', on_every, self)
             self.__dict__['on_every'] = MethodType(on_every, self)
-        elif type(self).on_every is Periodic.on_every:
-            raise CallbackError(
-                f'{type(self).__name__} does nothing: give `on_every=` or define `on_every(self)`.'
-            )
         event = {'ep': 'after_epoch', 'iter': 'after_iteration'}.get(self.every.unit, 'after_batch')
         self.__dict__[event] = partial(self._handle_event, get_own_handler(self, event))
 

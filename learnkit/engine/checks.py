@@ -25,15 +25,12 @@ from learnkit.engine.run import preserved_state
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
 from learnkit.metrics.base import Metric
-from learnkit.optim import optimizers
-from learnkit.optim.wrapper import OptimWrapper
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
-LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
 
 def check_model(model: object) -> None:
@@ -47,10 +44,7 @@ def check_model(model: object) -> None:
 
 
 def check_loss(loss_func: object) -> None:
-    "Raise `LossError` if `loss_func` cannot be called, or is a class or an optimizer."
-    if _is_optimizer(loss_func):
-        name = name_of(unwrap_partial(loss_func))
-        raise LossError(f'loss_func={name} is an optimizer: write `opt_func={name}`.')
+    "Raise `LossError` if `loss_func` cannot be called, or is a class."
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if loss_func is not None and not callable(loss_func):
@@ -58,14 +52,6 @@ def check_loss(loss_func: object) -> None:
             f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets), such as '
             '`torch.nn.functional.mse_loss`.'
         )
-
-
-def _is_optimizer(f: object) -> bool:
-    "Return True for an optimizer of torch or this package: an object, a class, a function that makes one."
-    f = unwrap_partial(f)
-    cls = f if isinstance(f, type) else type(f)
-    is_own = callable(f) and getattr(optimizers, name_of(f), None) is f
-    return is_own or issubclass(cls, (torch.optim.Optimizer, OptimWrapper))
 
 
 def check_function(name: str, f: object) -> None:
@@ -81,21 +67,6 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
     if not takes_alone(f):
         raise OptionError(
             f'{name}={name_of(f)} cannot be called with `{what}` alone. Write it as `lambda {what}: ...`.'
-        )
-
-
-def check_mode(mode: object) -> None:
-    "Raise `FitError` if the argument of `learn.train` is not a bool, as in `learn.train(5)`."
-    if not isinstance(mode, bool):
-        raise FitError(f'learn.train({short_repr(mode)}) does not train: `learn.fit(5)` does.')
-
-
-def warn_of_rate(lr: object) -> None:
-    "Warn of a whole number as the learning rate, which was probably meant as the batch size: `fit(5, 32)`."
-    if isinstance(lr, int) and not isinstance(lr, bool) and lr >= LARGE_RATE:
-        warn_user(
-            f'lr={lr}: the second argument of a fit is the learning rate. The batch size belongs to the data: '
-            f'`DataLoaders.from_tensors(..., bs={lr})`. If the rate is meant, write {lr}.0.'
         )
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from learnkit.core.batch import find_bs, form_of
-from learnkit.core.errors import BatchError, TimeError
-from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.batch import find_bs
+from learnkit.core.errors import BatchError
 from learnkit.core.time import Time, count_multiples
 
 if TYPE_CHECKING:
@@ -50,22 +49,12 @@ class Counters:
     seconds: float = 0.0  # seconds spent in completed fits
     fit_began: float | None = None  # start of the running fit by `perf_counter`
     has_trained: bool = False  # the training of the epoch has begun; a skipped epoch does not count
-    in_samples: str | None = None  # amount of the fit that is counted in samples: '60sp'
+    needed: list[Time] = field(default_factory=list)  # amounts of the fit in samples or tokens
 
     def count_epoch(self) -> None:
         "Count an epoch, if its training has begun."
         self.epochs += self.has_trained
         self.has_trained = False
-
-    def count_batch(self, learn: Learner) -> None:
-        "Count a training batch, its samples and its tokens, and its share of the fit."
-        learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch:
-            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
-        self.batches += 1
-        self.samples += sample_count(learn)
-        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
-            self.tokens += token_count(learn)
 
     def elapsed(self) -> float:
         "Return the seconds spent in fits, including the running fit, by this process's clock."
@@ -102,7 +91,7 @@ class Every:
         self._passed: int | None = 0  # number of multiples up to the last check; None: not checked
 
     def start(self, learn: Learner) -> None:
-        "Count from a Learner's current time. In a fit, raise `TimeError` for an amount of tokens if none are counted."
+        "Count from a Learner's current time."
         if learn.fitting:
             check_countable(learn, self.interval)
         self._passed = self._count(learn, 0)
@@ -128,17 +117,8 @@ class Every:
         return {'every': str(self.interval), 'passed': self._passed}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Restore the number of multiples.
-
-        For another interval of the same unit, the number is converted. In another unit, counting starts at the next
-        check.
-        """
-        saved = Time(sd['every'])
-        passed = sd['passed']
-        is_convertible = saved.unit == self.interval.unit and passed is not None
-        self._passed = (
-            count_multiples(saved.value * passed, self.interval) if is_convertible else None
-        )
+        "Restore the number of multiples; for another interval, counting starts at the next check."
+        self._passed = sd['passed'] if sd['every'] == str(self.interval) else None
 
 
 def token_count(learn: Learner) -> int:
@@ -157,28 +137,7 @@ def sample_count(learn: Learner) -> int:
         return 0
 
 
-def counts_tokens(learn: Learner) -> bool:
-    "Return True if the tokens of training batches can be counted."
-    if learn.token_func is not None:
-        return True
-    dl = learn.dls.train
-    with preserved_rng(), preserved_generators(dl):
-        batches = iter(dl)
-        # a batch drawn from an iterator would be missing in training
-        batch = None if batches is dl else next(batches, None)
-    if batch is None:
-        return True
-    x = form_of(learn.dls).split(batch)[0][0]
-    return isinstance(x, Mapping) and 'input_ids' in x
-
-
 def check_countable(learn: Learner, time: Time) -> None:
-    "Raise `TimeError` for an amount of tokens if tokens are not counted. Samples are checked at the first batch."
-    if time.unit == 'sp':
-        learn.counters.in_samples = repr(str(time))
-    if time.unit != 'tok' or counts_tokens(learn):
-        return
-    raise TimeError(
-        f'{str(time)!r}: tokens are not counted. Give `Learner(token_func=f)`, where f(xb, yb) returns the '
-        'number of tokens of a batch, or use ba, st, sp or ep.'
-    )
+    "Let TrainEvalCallback raise `TimeError` at the first batch if an amount in samples or tokens is not counted."
+    if time.unit in ('sp', 'tok'):
+        learn.counters.needed.append(time)

@@ -187,6 +187,8 @@ class LossWeights:
         # loss function, `weight_func` and class of the model that `_denominator` belongs to
         self._key: tuple[Any, Any, Any] | None = None
         self._denominator: Denominator = Samples()
+        # a callback makes the training loss a mean over samples, whatever the loss function returns
+        self.averages_samples = False
 
     def is_sum(self, learn: Learner) -> bool:
         "Return True if the loss is a sum over samples instead of a mean."
@@ -197,14 +199,14 @@ class LossWeights:
         "Return True if batches with the same number of samples have the same weight."
         if callable(learn.weight_func):
             return False
-        return learn.callbacks.average_samples() or not self.denominator(learn).varies
+        return self.averages_samples or not self.denominator(learn).varies
 
     def weigh_batch(self, learn: Learner, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
         if callable(learn.weight_func):
             return learn.weight_func(xb, yb)
         weight = None
-        if not (learn.training and learn.callbacks.average_samples()):
+        if not (learn.training and self.averages_samples):
             denominator = self.denominator(learn)
             if not learn.iter and isinstance(denominator, Unknown):
                 denominator.warn_of_ignored(yb)
@@ -245,7 +247,7 @@ def check_is_mean(
     weights = learn.loss_weights
     denominator = weights.denominator(learn)
     is_given = learn.weight_func is not None or learn.loss_func is None or weights.is_sum(learn)
-    if is_given or not isinstance(denominator, Unknown) or learn.callbacks.average_samples():
+    if is_given or not isinstance(denominator, Unknown) or weights.averages_samples:
         return
     compared = compare_parts(learn, pred)
     if compared is None:

@@ -14,28 +14,26 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, CancelException, OrderError
-from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
-    SET_BY_BASE,
     Callback,
-    check_names,
     declared,
     defined_on_class,
-    get_own_handler,
+    warn_of_unknown_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, LEVELS, canonical_event
+from learnkit.engine.events import CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, canonical_event
 
 if TYPE_CHECKING:
+    from learnkit.distributed.comm import Comm
     from learnkit.learner import Learner
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
-_DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 # attributes of fastai's callbacks
 _FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
+_NO_ENTRIES: list[Entry] = []  # handlers of an event that no callback handles
 
 
 class CallbackSet:
@@ -52,10 +50,6 @@ class CallbackSet:
         # callbacks that are off, whatever `run` is, during an evaluation that they started
         self.held: list[Any] = []
         self.keys: dict[int, str] = {}
-        # callbacks that may handle an event, in order; None: to be listed
-        self._receivers: dict[str, list[Any]] | None = None
-        # callbacks that make the loss a mean over samples; None: to be searched
-        self.averaging: list[Any] | None = None
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
@@ -74,8 +68,6 @@ class CallbackSet:
         classes: bool = False,  # forget what is known of classes, which may have new handlers
     ) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
-        self._receivers = None
-        self.averaging = None
         if classes:
             list_handled.cache_clear()
         for table in (*self.tables, *self.more_tables):
@@ -141,29 +133,14 @@ class CallbackSet:
 
     def check_new(
         self,
-        cbs: Iterable[Any],  # callbacks to be added
+        cbs: list[Any],  # callbacks to be added
         without: Iterable[Any] = (),  # callbacks to be removed
     ) -> None:
-        """Check the names, keys and order of new callbacks.
-
-        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError`
-        for an impossible order.
-        """
-        cbs = list(cbs)
+        "Warn of methods of new callbacks that no event calls; raise `OrderError` for an impossible order."
         removed = {id(cb) for cb in without}
-        remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
-            if not is_fastai_callback(cb):
-                check_names(cb)
-        explicit: dict[str, Any] = {}
-        for cb in [*remaining, *cbs]:
-            key = getattr(cb, 'state_key', None)
-            if key is not None and explicit.setdefault(key, cb) is not cb:
-                raise CallbackError(
-                    f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
-                    'a checkpoint could not hold both states. Give one of them another key.'
-                )
-        sort_callbacks([*remaining, *cbs])
+            warn_of_unknown_events(cb)
+        sort_callbacks([*(cb for cb in self.items if id(cb) not in removed), *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
         "Run one callback's handler of an event, also if the callback is switched off."
@@ -183,32 +160,36 @@ class CallbackSet:
             if method is not None:
                 method(*args)
 
-    def average_samples(self) -> bool:
-        "Return True while a callback makes the training loss a mean over samples, whatever the loss function returns."
-        if self.averaging is None:
-            self.averaging = [cb for cb in self.items if declared(cb, 'averages_samples')]
-        return bool(self.averaging) and any(cb.run for cb in self.averaging)
+    def fill_tables(self) -> None:
+        "List the handlers of each event, in evaluation and in training."
+        for table in self.tables:
+            table.update(dict.fromkeys(_HANDLED, _NO_ENTRIES))
+        found: list[tuple[int, HandlerTable, str, Entry]] = []
+        for cb in self.list_ordered():
+            cls, switch = type(cb), self.switches[id(cb)]
+            # a callback that takes every event, or is of fastai, has its own condition
+            is_plain = isinstance(cb, Callback) and not takes_every_event(cls)
+            runs_outer = not is_plain or cb.runs_at('before_fit', None)
+            runs_inner = [not is_plain or cb.runs_at('before_batch', t) for t in (False, True)]
+            runs_first, runs_last = getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ())
+            for event, handler in list_handlers(cb, self.learn.world):
+                place = (event in runs_last) - (event in runs_first)
+                for table in self.tables:
+                    if runs_inner[table.training] if event in INNER_EVENTS else runs_outer:
+                        found.append((place, table, event, (handler, switch, cb)))
+        for _, table, event, entry in sorted(found, key=itemgetter(0)):
+            table[event] = [*table[event], entry]
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
         return sort_callbacks(self.items)
-
-    def list_receivers(self, event: str) -> list[Any]:
-        "Return the callbacks that may have a handler for an event or context, in the order in which they run."
-        if self._receivers is None:
-            self._receivers = {}
-            for cb in self.list_ordered():
-                own = {ALIASES.get(name, name) for name in vars(cb)}
-                cls: Any = type(cb)
-                for name in list_handled(cls) | (_HANDLED & own):
-                    self._receivers.setdefault(name, []).append(cb)
-        return self._receivers.get(event, [])
 
 
 class CallbackHost:
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
+    run: Any  # `Run`: state of the current run
 
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
@@ -240,16 +221,12 @@ class CallbackHost:
     def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add the callback and the event to an exception of a handler."
 
-    def _is_in_use(self) -> bool:
-        return False
-
     def _open_for_use(self) -> None:
         "Register that `close` has to be called: callbacks were added, or a run began."
 
     def _call_all(self, event_names: Any) -> None:
-        names = [None] if event_names is None else as_list(event_names)
-        for name in names:
-            self(str.__str__(canonical_event(name)))  # a member of a StrEnum is not exactly a str
+        for name in as_list(event_names):
+            self(canonical_event(name))
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
         """Return the contexts of callbacks around a part of a batch, as one context.
@@ -265,14 +242,14 @@ class CallbackHost:
         if not entries:
             return NO_CONTEXT
         if len(entries) > 1:
-            return ContextStack([make for make, switch, _ in entries if switch])
+            return enter_all(make for make, switch, _ in entries if switch)
         make, switch, _ = entries[0]
         context = make() if switch else None
         return NO_CONTEXT if context is None else context
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
-        excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_owner_pid')
+        excluded = ('lock', 'callbacks', 'tables')
         state = {k: v for k, v in self.__dict__.items() if k not in excluded}
         state['_cbs'] = list(self.callbacks)
         return state
@@ -303,7 +280,7 @@ class CallbackHost:
         """Add callbacks, given as instances or classes. If one of them is refused, none is added.
 
         If a class was defined again (a notebook cell run again), its instance replaces the instances of the old
-        definition. If the Learner has an attribute with the name of a callback, it keeps the attribute, with a warning.
+        definition. If the Learner has an attribute with the name of a callback, it keeps the attribute.
         Raises `CallbackError`.
 
         >>> from learnkit import EMA, GradientClip
@@ -326,11 +303,6 @@ class CallbackHost:
             places = [i for i, o in enumerate(self.callbacks) if contains_object(olds, o)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
-            if self._has_own_attribute(cb.name):
-                warn_user(
-                    f'`learn.{cb.name}` is not the callback {type(cb).__name__}, but the attribute of the Learner. '
-                    f'Find the callback in `learn.cbs`.'
-                )
         return self
 
     def add_cb(self, cb: Any) -> Self:
@@ -351,7 +323,6 @@ class CallbackHost:
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
-        complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
@@ -373,8 +344,7 @@ class CallbackHost:
         """Remove a callback, or all instances of a class; it gets no further event.
 
         A callback or class that the Learner does not have is ignored. For `Callback` itself, the base of all, only
-        callbacks made from functions are removed. Warns if a callback of every Learner goes with its base class. Raises
-        `CallbackError` for a name.
+        callbacks made from functions are removed.
 
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
@@ -384,14 +354,11 @@ class CallbackHost:
         if isinstance(cb, type):
             return self.remove_cbs(self._select_cbs([cb]))
         if isinstance(cb, str):
-            raise CallbackError(
-                f'{cb!r} is a string: give a callback or its class, of those that are there: '
-                f'{", ".join(type(o).__name__ for o in self.callbacks)}.'
-            )
+            raise CallbackError(f'{cb!r} is a string: give a callback or its class.')
         if cb not in self.callbacks:
             return self
         try:
-            if self._is_in_use():
+            if self.run.is_active:
                 # the callback is not part of the Learner when the run ends
                 self.callbacks.call_one(cb, 'cleanup')
         finally:
@@ -399,19 +366,13 @@ class CallbackHost:
         return self
 
     def _select_cbs(self, selectors: list[Any]) -> list[Any]:
-        "Return the callbacks that are given as instances or classes; warn of default callbacks given by a base class."
+        "Return the callbacks that are given as instances or classes."
         classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
-        found = []
-        for cb in self.callbacks:
-            is_named = type(cb) in selectors or contains_object(selectors, cb)
-            if is_named or isinstance(cb, classes):
-                found.append(cb)
-            if not is_named and isinstance(cb, classes) and type(cb).__name__ in _DEFAULT_NAMES:
-                warn_user(
-                    f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
-                    'give the class of the callback that is to go.'
-                )
-        return found
+        return [
+            cb
+            for cb in self.callbacks
+            if isinstance(cb, classes) or type(cb) in selectors or contains_object(selectors, cb)
+        ]
 
     def _detach_cb(self, cb: Any) -> None:
         self.callbacks.notify('on_removed', to=cb)
@@ -479,25 +440,19 @@ class CallbackHost:
 NO_CONTEXT = nullcontext()
 
 
-class ContextStack(ExitStack):
-    "Context manager that creates and enters several contexts in order."
-
-    def __init__(self, factories: list[Callable[[], Any]]) -> None:
-        super().__init__()
-        self._factories = factories
-
-    def __enter__(self) -> Self:
-        with ExitStack() as entered:
-            for create in self._factories:
-                context = create()
-                if context is not None:
-                    entered.enter_context(context)
-            self.push(entered.pop_all())
-        return self
+@contextmanager
+def enter_all(factories: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    "Create and enter several contexts in order; a factory may return None for no context."
+    with ExitStack() as entered:
+        for create in factories:
+            context = create()
+            if context is not None:
+                entered.enter_context(context)
+        yield
 
 
 class HandlerTable(dict[str, list[Entry]]):
-    "Handlers of each event, in order, for one value of `learn.training`. Each list is built on first access."
+    "Handlers of each event, in order, for one value of `learn.training`. All are listed at the first access."
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
@@ -505,44 +460,33 @@ class HandlerTable(dict[str, list[Entry]]):
         self.training = training
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in _HANDLED else canonical_event(name)
-        found: list[tuple[int, Entry]] = []
-        for cb in self.callbacks.list_receivers(event):
-            cls: Any = type(cb)
-            handler = self._get_handler(cb, event)
-            if handler:
-                runs_last = event in getattr(cls, 'runs_last', ())
-                place = runs_last - (event in getattr(cls, 'runs_first', ()))
-                found.append((place, (handler, self.callbacks.switches[id(cb)], cb)))
-        found.sort(key=itemgetter(0))
-        self[name] = [entry for _, entry in found]
+        if name not in _HANDLED:
+            canonical_event(name)  # raises the error for an unknown event
+        self.callbacks.fill_tables()
         return self[name]
 
-    def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
-        handler: Callable[[], Any] | None
-        is_event = name not in CONTEXTS.values()
-        if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
-            has_handler = is_event and get_own_handler(cb, name)
-            return partial(run_fastai_handler, cb, name) if has_handler else None
-        if is_event and takes_every_event(type(cb)):
-            handler = partial(cb, name)
-        else:
-            handler = get_own_handler(cb, name)
-            skips_rank = (
-                declared(cb, 'first_process_only') and not self.callbacks.learn.world.is_first
-            )
-            if handler is None or skips_rank or not cb.runs_at(name, self.training):
-                return None
-        return torch.no_grad()(handler) if cb.observer else handler
+
+def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
+    "Return the events and contexts that a callback handles on this rank, with the handlers."
+    cls: Any = type(cb)
+    names = list_handled(cls) | (_HANDLED & vars(cb).keys())
+    if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
+        events = names.difference(CONTEXTS.values())
+        return [(name, partial(run_fastai_handler, cb, name)) for name in events]
+    if getattr(cls, 'first_process_only', False) and not world.is_first:
+        names = frozenset()
+    found: dict[str, Callable[[], Any]] = {name: getattr(cb, name) for name in names}
+    if takes_every_event(cls):
+        found |= {name: partial(cb, name) for name in EVENTS}
+    if cb.observer:
+        found = {name: torch.no_grad()(handler) for name, handler in found.items()}
+    return [*found.items()]
 
 
 @cache
 def list_handled(cls: type) -> frozenset[str]:
     "Return the events and contexts that callbacks of a class may have a handler for, by their own names."
-    if issubclass(cls, Callback) and takes_every_event(cls):
-        return _HANDLED
-    names = {name for base in cls.__mro__ for name in vars(base)}
-    return _HANDLED & {ALIASES.get(name, name) for name in names}
+    return _HANDLED & {name for base in cls.__mro__ for name in vars(base)}
 
 
 def is_fastai_callback(cb: object) -> bool:
@@ -586,27 +530,6 @@ def takes_every_event(
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
 
 
-def complete_attributes(cb: Any) -> None:
-    """Set what a constructor of this package sets by default, if a subclass has not called it.
-
-    Raises `CallbackError` if the constructor has no default for an argument.
-    """
-    cls = type(cb)
-    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
-    if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
-        return
-    if base.__init__ is Callback.__init__:
-        return
-    own = dict(vars(cb))
-    try:
-        base.__init__(cb)
-    except TypeError as e:
-        raise CallbackError(
-            f'{cls.__name__}.__init__ has to call `super().__init__(...)` with the arguments of {base.__name__}: {e}.'
-        ) from e
-    vars(cb).update(own)
-
-
 def as_callback(cb: Any) -> Callback:
     """Return a callback unchanged, or an instance of a callback class.
 
@@ -625,8 +548,6 @@ def as_callback(cb: Any) -> Callback:
     cls = cb if isinstance(cb, type) else type(cb)
     if cls.__module__ == 'torch.optim.lr_scheduler':
         hint = f'a scheduler of torch goes into `LRScheduler(partial({cls.__name__}, ...))`'
-    elif callable(cb) and hasattr(cb, '__name__'):
-        hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is not a callback: {hint}.')
 
 
@@ -716,12 +637,10 @@ def _is_redefined(old: Any, new: Any) -> bool:
     Classes that a function defines may be several of one name.
     """
     before, after = type(old), type(new)
-    is_local = '<locals>' in after.__qualname__
-    is_same_name = (before.__module__, before.__qualname__) == (
-        after.__module__,
-        after.__qualname__,
+    is_same_name = (
+        before.__module__ == after.__module__ and before.__qualname__ == after.__qualname__
     )
-    return before is not after and is_same_name and not is_local
+    return before is not after and is_same_name and '<locals>' not in after.__qualname__
 
 
 def format_place(learn: Learner) -> str:

@@ -130,18 +130,14 @@ class EvaluateWithinEpochs(Callback):
         "Evaluate the loaders that are due."
         learn = self.learn
         due = learn.evaluations.list_due(learn, at_epoch_end=False)
-        if due:
-            evaluate_within_epoch(learn, due)
-
-
-def evaluate_within_epoch(learn: Learner, loaders: list[tuple[str, Any]]) -> None:
-    "Evaluate between two training batches, and restore the state that the evaluation changes."
-    with preserved_state(learn):
-        try:
-            learn.do_evaluation(loaders)
-        except BaseException as e:
-            learn.callbacks.notify('on_run_failed')
-            error = explain_error(learn, e)
-            if error is not e:
-                raise error from e
-            raise
+        if not due:
+            return
+        with preserved_state(learn):
+            try:
+                learn.do_evaluation(due)
+            except BaseException as e:
+                learn.callbacks.notify('on_run_failed')
+                error = explain_error(learn, e)
+                if error is not e:
+                    raise error from e
+                raise

@@ -140,8 +140,6 @@ _batch_events = EVENTS[EVENTS.index('before_draw') : EVENTS.index('batch_checkpo
 # events and contexts of a batch, to which `run_train` and `run_valid` apply
 INNER_EVENTS = frozenset([*_batch_events, *CONTEXTS.values()])
 
-ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # accepted spellings
-
 # names of handlers in other libraries: their endings, their levels, and names without either
 _PREFIX_OF_ENDING = {'start': 'before', 'begin': 'before', 'end': 'after', 'finish': 'after'}
 _NAMES_OF_LEVEL = {
@@ -165,14 +163,8 @@ _EVENT_OF_METHOD = {
 }
 
 
-class EventNames(SimpleNamespace):
-    "Namespace with every event as an attribute, so that editors can complete the names."
-
-    def __getattr__(self, name: str) -> str:
-        raise AttributeError(f'There is no event `{name}`.{did_you_mean(name, EVENTS)}', name=name)
-
-
-event = EventNames(**{name: name for name in EVENTS})
+# every event as an attribute, so that editors can complete the names
+event = SimpleNamespace(**{name: name for name in EVENTS})
 
 
 def lifecycle_markdown() -> str:
@@ -206,21 +198,19 @@ def event_like(name: str) -> str | None:
 
 
 def canonical_event(
-    name: object,  # name of an event, or an alias
+    name: object,
     where: str = '',  # class of the caller, for the error message
 ) -> str:
-    """Return the canonical name of an event.
+    """Return the name of an event as a plain string.
 
     Raises `UnknownEventError`, with the event of a handler's name in another library or the closest name, for an
     unknown event.
 
-    >>> canonical_event('after_cancel_valid')
-    'after_cancel_validate'
+    >>> canonical_event(event.after_batch)
+    'after_batch'
     """
-    if isinstance(name, str):
-        name = ALIASES.get(name, name)
-        if name in EVENTS:
-            return name
+    if isinstance(name, str) and name in EVENTS:
+        return str.__str__(name)  # a member of an enum is not exactly a str
     place = f' ({where})' if where else ''
     if isinstance(name, str):
         meant = event_like(name)

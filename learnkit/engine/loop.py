@@ -15,7 +15,6 @@ Train mode and counters are set by `TrainEvalCallback`, which every run has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ from learnkit.engine.counters import Counters
 from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.events import LEVELS
-from learnkit.engine.run import Run, refuse_run, release_loss
+from learnkit.engine.loss import release_loss
+from learnkit.engine.run import Run
 from learnkit.engine.seams import Seams
 from learnkit.engine.train_eval import Modes
 from learnkit.optim.wrapper import evaluation_weights
@@ -61,7 +61,7 @@ class Loop(CallbackHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._run = Run()
+        self.run = Run()
         self.seams: Any = Seams()
         self.counters = Counters()
         self.evaluations: Any = EvaluationSchedule()
@@ -74,8 +74,6 @@ class Loop(CallbackHost):
         self.pct_train = 0.0
         self.batch_device: torch.device | None = None  # device of the last loader's batches
         self._end_cleanup()
-
-    run = property(attrgetter('_run'), refuse_run, doc='State of the current run.')
 
     # -- the loop --------------------------------------------------------------------------------
 

@@ -87,3 +87,13 @@ def total_loss(
             learn.log(f'train_{name}' if learn.training else name, value, weight)
     total: Tensor = parts['loss'] if 'loss' in parts else sum(parts.values())
     return total
+
+
+def release_loss(learn: Any) -> None:
+    "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
+    loss = learn.loss
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        try:
+            loss.detach_()
+        except RuntimeError:  # a view cannot be detached in place
+            learn.loss = loss.detach()

@@ -18,7 +18,8 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.engine.run import clear_pass, release_loss
+from learnkit.engine.loss import release_loss
+from learnkit.engine.run import clear_pass
 from learnkit.optim.hyperparams import BATCH_NORMS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,16 +46,11 @@ def prepare_opt(
 ) -> None:
     """Create or update the optimizer for a fit, and set its rates and weight decay.
 
-    Raises `OptimizerError` if the optimizer holds no parameter of the model, and `ModelError` if nothing is trainable.
+    Raises `ModelError` if nothing is trainable.
     """
     is_new = reset_opt or learn.opt is None or has_foreign_opt(learn)
     if is_new:
         learn.create_opt()
-        if has_foreign_opt(learn):
-            raise OptimizerError(
-                f'No parameter of this {type(learn.model).__name__} is in the optimizer, which would '
-                'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
-            )
     else:
         wrap_opt(learn)
         cover_params(learn)
@@ -118,7 +113,14 @@ def training_weights(learn: Learner) -> Iterator[None]:
 
 
 def create_opt(learn: Learner) -> None:
-    "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
+    """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> learn.create_opt()
+    >>> learn.opt, len(learn.step_parameters)
+    (OptimWrapper(SGD, 1 group, lr=0.001), 2)
+    """
     if isinstance(learn.opt_func, partial) and 'lr' in learn.opt_func.keywords:
         learn.lr = learn.opt_func.keywords['lr']
     last = learn.opt
@@ -145,7 +147,7 @@ def make_optimizer(learn: Learner) -> OptimWrapper:
     optimizer remain frozen. Parameters of the loss function are trained with the last group.
 
     Raises `ModelError` if no parameter of the model requires a gradient, and `OptimizerError` if `opt_func` does not
-    return an optimizer.
+    return an optimizer, or one without the model's parameters.
     """
     model = learn.model
     opt_func = learn.opt_func
@@ -158,8 +160,7 @@ def make_optimizer(learn: Learner) -> OptimWrapper:
         opt = opt_func if is_ready else call_opt_func(learn)
     if not isinstance(opt, OptimWrapper):
         opt = OptimWrapper(opt=opt)
-    modules = list_modules(learn)
-    if len(modules) > 1 and not is_ready:
+    if not is_ready:
         add_loss_params(learn, opt)
     if isinstance(learn.lr, Mapping):
         opt.set_hyper('lr', learn.lr)
@@ -169,13 +170,17 @@ def make_optimizer(learn: Learner) -> OptimWrapper:
 
     set_exemptions(learn, opt, is_ready)
     own = set(opt.parameters())
+    if own.isdisjoint(model.parameters()):
+        raise OptimizerError(
+            f'No parameter of this {type(model).__name__} is in the optimizer, which would learn '
+            'nothing. Make it of `learn.model.parameters()`, or pass its class.'
+        )
     if last is not opt and frozen & own:
         opt.frozen = frozen & own
         opt.frozen_idx = last.frozen_idx
-    params = {p for m in modules for p in m.parameters()}
-    opt.seen = None if is_ready else params
-    opt.waiting = {p for p in params - own if not p.requires_grad}
-    opt.warned = set()
+    current = list_all_params(learn)
+    opt.seen = None if is_ready else current
+    note_left_out(learn, opt, list_left_out(opt, current))
     return opt
 
 
@@ -220,45 +225,18 @@ def call_opt_func(learn: Learner) -> Any:
         rate = rate.clone()
     has_only_params = len(groups) == 1 and len(groups[0]) == 1
     params = groups[0]['params'] if has_only_params else groups
+    check_maker(opt_func)
     options = {'model': learn.model} if takes_model(opt_func) else {}
-    try:
-        return opt_func(params, lr=rate, **options)
-    except Exception:
-        check_opt_func(opt_func, groups, options)
-        raise
+    return opt_func(params, lr=rate, **options)
 
 
+@lru_cache(maxsize=8)
 def takes_model(opt_func: Callable[..., Any]) -> bool:
     "Return True if a function that makes an optimizer has a parameter `model`."
     try:
         return 'model' in inspect.signature(opt_func).parameters
     except (TypeError, ValueError):
         return False
-
-
-def check_opt_func(
-    opt_func: Callable[..., Any],  # function whose call has failed
-    groups: list[dict[str, Any]],
-    options: dict[str, Any],
-) -> None:
-    "Raise `OptimizerError` if an optimizer function does not fit the arguments of a call."
-    check_maker(opt_func)
-    maker = unwrap_partial(opt_func)
-    name = getattr(maker, '__name__', repr(maker))
-    is_muon = maker is getattr(torch.optim, 'Muon', None)
-    if is_muon and any(p.ndim != 2 for p in iterate_params(groups)):
-        raise OptimizerError(
-            'Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
-            'these with AdamW.'
-        )
-    try:
-        inspect.signature(opt_func).bind(groups, lr=0.0, **options)
-    except (TypeError, ValueError) as e:  # ValueError: a partial has an option that does not exist
-        given = ', '.join(getattr(opt_func, 'keywords', {}))
-        raise OptimizerError(
-            f'opt_func={name} cannot be called with the parameters, `lr=`{given and f" and {given}"} ({e}): it is '
-            f'{name}{inspect.signature(maker)}. A function of your own is `lambda params, lr: ...`.'
-        ) from None
 
 
 def split_params(learn: Learner) -> list[dict[str, Any]]:
@@ -297,9 +275,11 @@ def list_all_params(learn: Learner) -> set[nn.Parameter]:
 
 def add_loss_params(learn: Learner, opt: OptimWrapper) -> None:
     "Add the parameters of a loss function to the last group of a new optimizer."
+    loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters() if p.requires_grad]
+    if not loss_params:
+        return
     own = {*opt.parameters(), *learn.model.parameters()}
-    loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters()]
-    new = [p for p in loss_params if p not in own and p.requires_grad]
+    new = [p for p in loss_params if p not in own]
     if new and len(opt.optimizers) == 1:
         opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
 
@@ -341,26 +321,17 @@ def cover_params(learn: Learner) -> None:
     if not isinstance(opt, OptimWrapper):
         return  # assigned by hand during a fit
     current = list_all_params(learn)
-    if opt.seen is not None and (opt.waiting or opt.seen != current):
-        update_groups(learn, current)
-        opt = learn.opt
-    left_out = {p for p in current.difference(opt.parameters()) if p.requires_grad}
-    if left_out - opt.warned:
-        warn_user(
-            'These parameters require gradients and are in no optimizer, so nothing trains them: '
-            f'{join_names(learn, left_out - opt.warned)}. Let the `splitter`, or whoever made the '
-            'optimizer, include them, or call `requires_grad_(False)` on them.'
-        )
-        opt.warned |= left_out
+    left_out = list_left_out(opt, current)
+    if opt.seen is not None and (opt.seen != current or left_out != opt.left_out):
+        update_groups(learn, current, left_out - opt.left_out)
+        left_out = list_left_out(learn.opt, current)
+    note_left_out(learn, learn.opt, left_out)
 
 
-def update_groups(learn: Learner, current: set[nn.Parameter]) -> None:
+def update_groups(learn: Learner, current: set[nn.Parameter], new: set[nn.Parameter]) -> None:
     "Drop parameters that are no longer in `current` from the optimizer, and add new ones."
     opt = learn.opt
-    own = set(opt.parameters())
-    removed = opt.seen & own - current
-    candidates = find_candidates(opt, current)
-    new = {p for p in candidates if p.requires_grad}
+    removed = (opt.seen - current).intersection(opt.parameters())
     if (removed or new) and opt.needs_closure:
         # the state may hold all parameters as one vector, as LBFGS's does
         return learn.create_opt()
@@ -369,7 +340,6 @@ def update_groups(learn: Learner, current: set[nn.Parameter]) -> None:
     if new:
         add_params(learn, new)
     opt.seen = current
-    opt.waiting = candidates - new
 
 
 def add_params(learn: Learner, new: set[nn.Parameter]) -> None:
@@ -384,61 +354,54 @@ def add_params(learn: Learner, new: set[nn.Parameter]) -> None:
     lists[-1] += [p for p in loss_params if p in wanted and p not in known]
     if len(opt.optimizers) > 1 or len(lists) != len(opt.param_lists):
         return
-    for own, params in zip(opt.param_lists, lists, strict=True):
-        if not set(own) <= set(params):
-            return  # `opt_func` made other groups
+    if all(set(own) <= set(ps) for own, ps in zip(opt.param_lists, lists, strict=True)):
+        set_exemptions(learn, opt, is_ready=False)
+        opt.set_params(lists)
 
-    set_exemptions(learn, opt, is_ready=False)
-    opt.set_params(lists)
-    in_frozen_groups = {p for params in lists[: opt.frozen_idx] for p in params}
-    frozen = in_frozen_groups & new - opt.seen - opt.always_trained
-    if not frozen:
+
+def list_left_out(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Parameter]:
+    "Return the parameters that require gradients and are in no optimizer."
+    return {p for p in current.difference(opt.parameters()) if p.requires_grad}
+
+
+def note_left_out(learn: Learner, opt: OptimWrapper, left_out: set[nn.Parameter]) -> None:
+    "Warn of parameters that nothing trains, when they are new. At most `MAX_NAMES` are named."
+    new = left_out - opt.left_out
+    opt.left_out = left_out
+    if not new:
         return
-    for p in frozen:
-        p.requires_grad_(False)
-    opt.frozen |= frozen
-    warn_user(
-        f'New parameters are in a frozen group, and are frozen too: {join_names(learn, frozen)}. '
-        '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
-    )
-
-
-def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Parameter]:
-    "Return the parameters that join the optimizer, or will once they require gradients."
-    seen = opt.seen or set()
-    left_out = current.difference(opt.parameters())
-    # parameters that required gradients before and are in no group were left out on purpose
-    return {p for p in left_out if p not in seen or p in opt.waiting}
-
-
-def warn_of_late_params(learn: Learner) -> None:
-    "Warn of parameters that were unfrozen or replaced within an epoch, and were not trained in the rest of it."
-    opt = learn.opt
-    if not isinstance(opt, OptimWrapper) or opt.seen is None:
-        return
-    late = {p for p in find_candidates(opt, list_all_params(learn)) if p.requires_grad}
-    if late:
-        warn_user(
-            'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '
-            f'{join_names(learn, late)}. To train them at once, change them in `before_epoch`.'
-        )
-
-
-def join_names(learn: Learner, params: set[nn.Parameter]) -> str:
-    "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
     named = [*bare_model(learn.model).named_parameters()]
     for loss_func in list_modules(learn)[1:]:
         named += [(f'loss_func.{name}', p) for name, p in loss_func.named_parameters()]
-    names = [name for name, p in named if p in params]
+    names = [name for name, p in named if p in new]
     rest = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
-    return ', '.join(names[:MAX_NAMES]) + rest
+    warn_user(
+        'These parameters require gradients and are in no optimizer, so nothing trains them: '
+        f'{", ".join(names[:MAX_NAMES])}{rest}. Let the `splitter`, or whoever made the '
+        'optimizer, include them, or call `requires_grad_(False)` on them.'
+    )
 
 
 # -- freezing --------------------------------------------------------------------------------------
 
 
-def freeze_to(learn: Learner, n: int) -> None:
-    "Freeze the groups before group `n`, and train the others."
+def freeze_to(
+    learn: Learner,
+    n: int,  # index of the first trained group; negative: counted from the end
+) -> None:
+    """Freeze the parameter groups before group `n`, and train the others.
+
+    The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
+    gradients, except in norm layers if `train_bn` is True.
+
+    >>> from learnkit import params
+    >>> from learnkit.testing import synth_learner
+    >>> model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+    >>> learn = synth_learner(model=model, splitter=lambda m: [params(m[0]), params(m[1])])
+    >>> learn.freeze_to(1)
+    >>> [p.requires_grad for p in model.parameters()]
+    [False, False, True, True]
+    """
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
     wrap_opt(learn)
@@ -448,7 +411,16 @@ def freeze_to(learn: Learner, n: int) -> None:
 
 
 def freeze(learn: Learner) -> None:
-    "Freeze all parameter groups except the last one."
+    """Freeze all parameter groups except the last one.
+
+    With a single group nothing is frozen, as in fastai, and a warning is issued.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+    >>> learn.freeze()
+    >>> learn.model.a.requires_grad, learn.model.b.requires_grad
+    (False, True)
+    """
     learn.freeze_to(-1)
     if len(learn.opt.param_lists) == 1:
         warn_user(
@@ -458,5 +430,12 @@ def freeze(learn: Learner) -> None:
 
 
 def unfreeze(learn: Learner) -> None:
-    "Unfreeze all parameter groups."
+    """Unfreeze all parameter groups.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+    >>> learn.freeze(); learn.unfreeze()
+    >>> all(p.requires_grad for p in learn.model.parameters())
+    True
+    """
     learn.freeze_to(0)

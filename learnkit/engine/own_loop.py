@@ -106,8 +106,28 @@ class OwnLoop:
             self.call, learn.turn = before
 
 
-def forward(learn: Learner, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    "Call `f(*args, **kwargs)` as a forward pass, and return its output."
+def forward(
+    learn: Learner,
+    f: Callable[..., Any],  # the model, a part of it, or a function that calls modules
+    *args: Any,  # arguments of `f`
+    **kwargs: Any,  # keyword arguments of `f`
+) -> Any:
+    """Call `f(*args, **kwargs)` as a forward pass, and return its output.
+
+    `before_pred` fires first. `f` runs in the callbacks' contexts of a forward pass, such as
+    autocast. At `after_pred` the output is `self.pred`. The return value is `self.pred` after
+    that event; with mixed precision it is float32. `self.pred` remains the output of the last
+    call; assign the predictions for the metrics to `self.pred` at the end.
+
+    With several ranks the modules are called directly, without `DistributedDataParallel`, and
+    gradients are averaged before each step.
+
+    >>> import torch
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> learn.forward(learn.model, torch.ones(3, 1)).shape
+    torch.Size([3, 1])
+    """
     __tracebackhide__ = True
     learn('before_pred')
     with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
@@ -121,8 +141,21 @@ def forward(learn: Learner, f: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return learn.pred
 
 
-def compute_loss(learn: Learner, pred: Any, *targets: Any) -> Any:
-    "Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass."
+def compute_loss(
+    learn: Learner,
+    pred: Any,
+    *targets: Any,  # targets; if omitted, the targets of the batch, `self.yb`
+) -> Any:
+    """Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass.
+
+    In a custom `train_batch`, `MixUp` and `CutMix` blend only losses computed by this method.
+    Raises `LossError` without a `loss_func`.
+
+    >>> import torch
+    >>> from learnkit.testing import synth_learner
+    >>> float(synth_learner().compute_loss(torch.zeros(2), torch.ones(2)))
+    1.0
+    """
     __tracebackhide__ = True
     with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
         return learn.loss_func(pred, *targets) if targets else loss_of(learn, pred)
@@ -130,11 +163,41 @@ def compute_loss(learn: Learner, pred: Any, *targets: Any) -> Any:
 
 def optimize(
     learn: Learner,
-    loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],
-    only: str | int | None = None,
-    retain_graph: bool = False,
+    loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],  # scalar, named parts, or f()
+    only: str | int | None = None,  # name or index of the optimizer that steps; None: all
+    retain_graph: bool = False,  # keep the graph for another loss that shares a part of it
 ) -> bool:
-    "Take a step with the gradient of a loss, and return False if no step was taken."
+    """Take an optimizer step with the gradient of a loss; return False if no step was taken.
+
+    Fires `after_loss`, runs the backward pass, fires `before_step`, steps, fires `after_step`,
+    each with its events and contexts, and then clears the gradients. With `only`, one of
+    several optimizers is affected: its gradients are unscaled, clipped and cleared, and the
+    gradients of other parameters are unchanged. `GradientAccumulation` counts the batch's
+    samples at each call, separately for each optimizer; a call that only accumulates returns
+    False.
+
+    Each call counts as one step (`learn.time.st`). A schedule advances once per batch. `EMA`
+    averages after each step; with two steps per batch, `EMA(every=2)` averages once per batch. The
+    batch's `loss` is the mean of its optimized losses. `self.log('critic_loss', loss)` records
+    one loss in its own column.
+
+    Optimizers that evaluate the loss several times, such as LBFGS, and `SAM` need a function as
+    `loss`.
+
+    Raises `OptimizerError` for an unknown optimizer, and for LBFGS if the loss is not a
+    function; `FitError` outside of training; `LossError` for a loss without a gradient.
+
+    >>> from learnkit import Learner, SGD
+    >>> from learnkit.testing import synth_dls, RegModel
+    >>> class Own(Learner):
+    ...     def train_batch(self):
+    ...         loss = self.compute_loss(self.forward(self.model, self.x))
+    ...         self.optimize(loss)
+    >>> learn = Own(synth_dls(), RegModel(), nn.MSELoss(), opt_func=SGD)
+    >>> with learn.no_bar(): learn.fit(1)
+    >>> learn.time.st
+    10
+    """
     __tracebackhide__ = True
     if not learn.training:
         raise FitError(
@@ -157,8 +220,19 @@ def optimize(
     return stepped
 
 
-def report_loss(learn: Learner, loss: Tensor | Mapping[str, Tensor]) -> None:
-    "Set the loss of the batch, and fire `after_loss`."
+def report_loss(
+    learn: Learner,
+    loss: Tensor | Mapping[str, Tensor],  # scalar, or dict of named parts
+) -> None:
+    """Set the loss of the batch and fire `after_loss`; for a custom `evaluate_batch`.
+
+    >>> import torch
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> learn.report_loss(torch.tensor(2.))
+    >>> learn.loss
+    tensor(2.)
+    """
     total: Tensor = loss if isinstance(loss, Tensor) else total_loss(learn, loss)
     learn.loss_grad = total
     learn.loss = total.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,24 +10,20 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from learnkit.core.errors import CancelError, CancelException, FitError, add_note
+from learnkit.core.errors import CancelError, CancelException, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
-from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
 from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import (
-    contains_object,
     format_place,
     list_running,
-    takes_every_event,
 )
-from learnkit.engine.events import CONTEXTS, LEVELS
+from learnkit.engine.events import LEVELS
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -54,34 +50,16 @@ class Run:
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
 
+    @property
+    def is_active(self) -> bool:
+        "True from the start of a run until its cleanup begins."
+        return self.depth > 0 and self.kind != CLEANUP
+
 
 def clear_pass(learn: Learner) -> None:
     "Delete the prediction and the loss of the last forward pass."
     learn.__dict__.pop('pred', None)
     learn.__dict__.pop('loss_grad', None)
-
-
-def release_loss(learn: Any) -> None:
-    "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
-    loss = learn.loss
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        try:
-            loss.detach_()
-        except RuntimeError:  # a view cannot be detached in place
-            learn.loss = loss.detach()
-
-
-def refuse_run(learn: Learner, value: object) -> None:
-    "Raise `FitError` for an assignment to `learn.run`."
-    raise FitError(
-        f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
-        'trains; to switch a callback off, set `run = False` on the callback.'
-    )
-
-
-def is_in_use(learn: Learner) -> bool:
-    "Return True during a run, until its cleanup begins."
-    return learn.run.depth > 0 and learn.run.kind != CLEANUP
 
 
 @contextmanager
@@ -153,7 +131,8 @@ def end_run(learn: Learner, error: BaseException | None) -> None:
         raised += call_each(learn, 'cleanup', interrupted)
     finally:
         try:
-            run_all([partial(_reset_run, learn, error), *_list_releases(learn)])
+            releases = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
+            run_all([partial(_reset_run, learn, error), *filter(None, releases)])
         except Exception as e:
             raised.append(e)
         run.kind = kind
@@ -203,12 +182,6 @@ def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) 
         add_note(e, f'in {where}')
     elif not is_open(learn, e.level):
         raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
-
-
-def _list_releases(learn: Learner) -> list[Callable[[], object]]:
-    "Return the functions of callbacks that release resources of the process."
-    ends = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
-    return [end for end in ends if end is not None]
 
 
 def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> list[BaseException]:
@@ -278,9 +251,6 @@ def preserved_state(learn: Learner) -> Iterator[None]:
 
 # -- callbacks that start a run --------------------------------------------------------------------
 
-# events and contexts that can change the loss and the metrics of an evaluation
-_INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
-
 
 def hold_others(learn: Learner, kind: str) -> list[Any]:
     """Switch off the callbacks that take no part in a run, and return them.
@@ -292,42 +262,16 @@ def hold_others(learn: Learner, kind: str) -> list[Any]:
     excluded = 'evaluation' if kind == 'fit' else 'fit'
     others = [cb for cb in learn.callbacks if getattr(cb, 'run_in', 'any') == excluded]
     if kind != 'fit':
-        callers = list_running(learn)
-        for cb, event_name in callers:
-            warn_of_switched_off(learn, cb, event_name)
-        others += [cb for cb, _ in callers]
+        others += [cb for cb, _ in list_running(learn)]
     return learn.callbacks.hold(others) if others else []
 
 
 def release_for_fit(learn: Learner, kind: str) -> list[Any]:
-    "Switch on the callbacks with `run_in='fit'` that an outer run has switched off, and return them."
-    if kind != 'fit':
-        return []
-    waiting = [cb for cb in learn.callbacks.held if getattr(cb, 'run_in', 'any') == 'fit']
-    if waiting:
-        learn.callbacks.release(waiting)
+    "Switch on the callbacks with `run_in='fit'` for a fit within `with learn:`, and return them."
+    held = learn.callbacks.held if kind == 'fit' else []
+    waiting = [cb for cb in held if getattr(cb, 'run_in', 'any') == 'fit']
+    learn.callbacks.release(waiting)
     return waiting
-
-
-def warn_of_switched_off(learn: Learner, cb: Any, event_name: str) -> None:
-    "Warn if a callback that was switched off would have changed the batches of the evaluation."
-    if contains_object(learn.callbacks.held, cb) or takes_every_event(type(cb)):
-        return
-    if getattr(cb, 'observer', False):
-        return
-    table = learn.callbacks.tables[False]
-    changing = []
-    for name in _INPUTS:
-        owners = [owner for _, _, owner in table[name]]
-        if name != event_name and contains_object(owners, cb):
-            changing.append(name)
-    if changing:
-        name = type(cb).__name__
-        warn_user(
-            f'{name}.{event_name} starts an evaluation, in which {name} itself is not called: what '
-            f'its {" and ".join(changing)} would do to the batches is not done. Move that to a '
-            'separate callback.'
-        )
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -339,12 +283,8 @@ def raise_first(error: BaseException | None, raised: list[BaseException]) -> Non
     for e in raised:
         if e is first:
             continue
-        try:
-            message = str(e)
-        except Exception:
-            message = 'without a message'
         notes = ' '.join(getattr(e, '__notes__', ()))
-        add_note(first or e, f'and then {type(e).__name__}: {message} {notes}')
+        add_note(first or e, f'and then {type(e).__name__}: {e} {notes}')
     if error is None and first is not None:
         raise first
 

@@ -58,8 +58,6 @@ class Seams:
         Raises `FitError` if another feature holds one of the seams; then nothing has changed.
         """
         for name in functions:
-            if name not in SEAMS:
-                raise FitError(f'{name!r} is no seam of the loop: {", ".join(SEAMS)}.')
             other = self.holders.get(name, holder)
             if other != holder:
                 raise FitError(
@@ -102,7 +100,6 @@ def fit_seams(
 ) -> Iterator[None]:
     "Let the features of a Learner take their seams for a fit."
     seams = learn.seams
-    batch = seams.batch
     before: dict[str, Any] = {}
     try:
         if is_resumed:
@@ -115,8 +112,7 @@ def fit_seams(
             before |= seams.take('microbatch', batch=learn.microbatches)
         elif learn.whole_step is not None:
             before |= seams.take('compile(step=True)', batch=learn.whole_step)
-        learn.advice.begin_fit(learn)
+        learn.advice.begin_fit()
         yield
     finally:
         seams.give_back(before)
-        seams.batch = batch  # without the check of the first batch, which a fit may not reach

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learnkit.core.errors import OptionError
-from learnkit.core.html import never_raising, table
 from learnkit.core.plotting import axes_or_new
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
@@ -32,7 +30,6 @@ PARTS = {
     ('before_batch', 'after_batch'): 'compiled step',
 }
 ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')  # parts that run on a GPU
-NOTHING = 'No step has been measured yet: one in 32 is.'
 
 
 class Timings:
@@ -54,7 +51,6 @@ class Timings:
         self._last_event = 'before_draw'  # last event whose handlers have run
         self._last_time = 0.0  # time at the end of its handlers
         self._last_mark: Any = None  # CUDA event at the end of its handlers
-        self._is_measuring = False
         self.device: torch.device | None = None  # device of the model, set before a step
         self.steps_left = FIRST - 1  # number of steps until the next measured one
 
@@ -67,14 +63,18 @@ class Timings:
         elif learn.tables is learn.callbacks.tables:
             learn.tables = learn.tables[False], self._get_timed_table(learn)
             self.device = learn.batch_device
-            self.begin_step()
+            self._last_event = 'before_draw'  # a step is measured from draw to draw
+            self._last_time = perf_counter()
+            self._last_mark = None
 
     def stop(self, learn: Learner) -> bool:
         "Restore the loop's handler tables, and return True if a step was being measured."
         if not isinstance(learn.tables[True], TimedTable):
             return False
         learn.tables = learn.callbacks.tables
-        self.end_step()
+        self._sums['loop'] += perf_counter() - self._last_time
+        self.n += 1
+        self._collect()
         return True
 
     def _get_timed_table(self, learn: Learner) -> TimedTable:
@@ -86,20 +86,6 @@ class Timings:
         timed = TimedTable(learn.tables[True], self)
         tables[:] = [*(t for t in tables if not isinstance(t, TimedTable)), timed]
         return timed
-
-    def begin_step(self) -> None:
-        self._is_measuring = True
-        self._last_event = 'before_draw'  # a step is measured from draw to draw
-        self._last_time = perf_counter()
-        self._last_mark = None
-
-    def end_step(self) -> None:
-        if not self._is_measuring:
-            return
-        self._sums['loop'] += perf_counter() - self._last_time
-        self.n += 1
-        self._is_measuring = False
-        self._collect()
 
     def make_probes(self, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the functions that read the clock before and after the handlers of an event.
@@ -171,29 +157,17 @@ class Timings:
 
     def __repr__(self) -> str:
         if not self.n:
-            return NOTHING
+            return f'No step has been measured yet: one in {EVERY} is.'
         rows = self._list_rows()
         width = max(len(part) for part, _, _ in rows)
         rows[0] = *rows[0][:2], f'({self.n} measured)'
         return '\n'.join(f'{part:<{width}}  {time:>13}  {share:>6}' for part, time, share in rows)
 
-    @never_raising
-    def _repr_html_(self) -> str:
-        if not self.n:
-            return NOTHING
-        caption = f'where the time of a step goes ({self.n} measured)'
-        return table(['part', 'time', 'share'], self._list_rows(), caption)
-
     def plot(
         self,
         ax: Any = None,  # matplotlib axes; None: axes of a new figure
     ) -> Any:
-        """Plot the time of a step as a bar per part, the longest on top, and return the axes.
-
-        Raises `OptionError` before the first measured step.
-        """
-        if not self.n:
-            raise OptionError(f'{NOTHING} Call `learn.fit(1)` first.')
+        "Plot the time of a step as a bar per part, the longest on top, and return the axes."
         times = {part: s * 1e3 for part, s in self.seconds.items()}
         total = sum(times.values())
         ax = axes_or_new(ax, (7, 0.28 * len(times) + 1.2))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
-from learnkit.core.errors import CancelEpochException
+from learnkit.core.batch import describe
+from learnkit.core.errors import CancelEpochException, TimeError
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
-from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
+from learnkit.engine.counters import sample_count, token_count
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -108,32 +109,47 @@ class TrainEvalCallback(Callback):
     >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
     (20, 1, 1.0)
 
-    A callback that sets `learn.loss` instead of `loss_grad`, which is minimized, is warned of in the first batch.
     Checkpointed: the modules in evaluation mode.
     """
 
     order = -10
     run_valid = False
     needs_events = False
-    runs_last = ('before_backward',)
-    _nodes: Any = None  # nodes of `loss` and `loss_grad` in the graph, before users' handlers
 
     def before_fit(self) -> None:
         _begin_run(self.learn)
-        table = self.learn.callbacks.tables[True]
-        handlers = [*table['after_loss'], *table['before_backward']]
-        if self.learn.fitting and any(_is_of_user(cb) for _, _, cb in handlers):
-            self.after_loss = self._note_loss  # type: ignore[method-assign]
-            self.before_backward = self._check_loss  # type: ignore[method-assign]
 
     def before_train(self) -> None:
         self.learn.modes.train(self.learn)
+        if self.learn.counters.needed:
+            self.before_batch = self._check_counted  # type: ignore[method-assign]
+
+    def _check_counted(self) -> None:
+        "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
+        del self.before_batch
+        learn = self.learn
+        needed, learn.counters.needed = learn.counters.needed, []
+        for time in needed:
+            is_tokens = time.unit == 'tok'
+            if not (token_count(learn) if is_tokens else sample_count(learn)):
+                what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
+                raise TimeError(
+                    f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
+                    f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
+                )
 
     def before_validate(self) -> None:
         self.learn.modes.evaluate(self.learn)
 
     def after_batch(self) -> None:
-        self.learn.counters.count_batch(self.learn)
+        learn, counters = self.learn, self.learn.counters
+        learn.train_iter += 1
+        if learn.n_iter and learn.n_epoch:
+            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+        counters.batches += 1
+        counters.samples += sample_count(learn)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
+            counters.tokens += token_count(learn)
 
     def after_epoch(self) -> None:
         if self.learn.fitting:
@@ -141,32 +157,6 @@ class TrainEvalCallback(Callback):
 
     def cleanup(self) -> None:
         self.learn.modes.saved = []
-        self._stop_watching()
-
-    def _note_loss(self) -> None:
-        self._nodes = self._get_nodes()
-
-    def _check_loss(self) -> None:
-        "Warn if a callback has changed `loss` but not `loss_grad` in the first batch."
-        before = self._nodes or self._get_nodes()
-        loss, loss_grad = self._get_nodes()
-        self._stop_watching()
-        if loss is not before[0] and loss_grad is before[1]:
-            warn_user(
-                'A callback has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`: to '
-                'train on another loss, set `self.learn.loss_grad`, and then `self.learn.loss` to record it.'
-            )
-
-    def _get_nodes(self) -> tuple[Any, Any]:
-        "Return the nodes of `loss` and `loss_grad` in the graph, which any operation replaces, also in-place."
-        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
-        loss, loss_grad = (getattr(value, 'grad_fn', None) for value in values)
-        return loss, loss_grad
-
-    def _stop_watching(self) -> None:
-        for name in ('after_loss', 'before_backward', '_nodes'):
-            if name in self.__dict__:
-                delattr(self, name)
 
     @override
     def state_dict(self) -> dict[str, Any] | None:
@@ -184,11 +174,6 @@ def missing_train_eval(learn: Learner) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
     has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.callbacks)
     return [] if has_one else [TrainEvalCallback()]
-
-
-def _is_of_user(cb: Any) -> bool:
-    "Return True for a callback whose handlers are from outside the package."
-    return type(cb) is Callback or not type(cb).__module__.startswith('learnkit.')
 
 
 class SkipToEpoch(Callback):

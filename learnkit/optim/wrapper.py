@@ -106,8 +106,8 @@ class OptimWrapper(torch.optim.Optimizer):
         self.spares_norms = False
         # the model's parameters at the last comparison; None: a ready optimizer
         self.seen: set[nn.Parameter] | None = None
-        self.waiting: set[nn.Parameter] = set()  # optimized once they require gradients
-        self.warned: set[nn.Parameter] = set()  # parameters named in a warning
+        # parameters that require gradients and are in no optimizer, at the last comparison
+        self.left_out: set[nn.Parameter] = set()
         self.is_training = False  # between `train()` and `eval()`
         optimizers = self.optimizers.values()
         # optimizers with separate weights for training and evaluation

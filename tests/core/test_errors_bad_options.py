@@ -23,7 +23,7 @@ from learnkit import (
     accuracy,
 )
 from learnkit.core.errors import LoaderError, OptimizerError, OptionError, ScheduleError
-from learnkit.optim.optimizers import Lookahead, MuonAdamW
+from learnkit.optim.optimizers import MuonAdamW
 
 X, Y = torch.linspace(-1, 1, 96).reshape(24, 4), torch.arange(24) % 3
 
@@ -55,20 +55,12 @@ def message(
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def no_lr(params: Any) -> Any:
-    return SGD(params)
-
-
 @pytest.mark.parametrize(
     ('opt_func', 'expected_text'),
     [
-        (torch.optim.Muon, 'opt_func=MuonAdamW'),
         ([torch.optim.SGD], 'opt_func[0] is or returned SGD, not a ready optimizer'),
         ([partial(SGD, mom=0.9)], 'opt_func[0] is or returned SGD'),
         ([accuracy], 'opt_func[0] is or returned accuracy, not a ready optimizer'),
-        (Lookahead, 'opt_func=Lookahead cannot be called'),
-        (accuracy, 'opt_func=accuracy cannot be called'),
-        (no_lr, 'opt_func=no_lr cannot be called with the parameters, `lr=`'),
     ],
 )
 def test_what_makes_no_optimizer(opt_func: Any, expected_text: str) -> None:

@@ -202,7 +202,6 @@ def test_tokens_match_input_ids() -> None:
         ('0ba', TimeError, 'positive'),
         ('3iter', TimeError, 'iteration='),
         ('0.5dur', TimeError, 'share of what'),
-        ('100tok', TimeError, 'token_func'),
         ('3', TimeError, "'3' is not a time"),
         (Time('1.5h') - Time('1.5h'), TimeError, 'positive'),
         ('2.5ep', TimeError, 'whole numbers'),
@@ -216,6 +215,13 @@ def test_bad_budgets_are_refused_before_anything_happens(
     with pytest.raises(error, match=text):
         learn.fit(budget)
     assert learn.opt is None and not counts.n
+
+
+def test_tokens_that_are_not_counted_are_refused_before_the_first_step() -> None:
+    learn = learner()
+    with pytest.raises(TimeError, match='token_func'):
+        learn.fit('100tok')
+    assert learn.time.st == 0
 
 
 def test_a_fit_that_uses_nothing_of_its_budget_ends() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 import warnings
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from learnkit import (
-    EVENTS,
     Callback,
     CallbackError,
     Learner,
@@ -62,12 +60,6 @@ def test_functions_become_handlers_that_get_the_callback() -> None:
 def test_an_unknown_event_is_refused_at_once_with_the_closest() -> None:
     with pytest.raises(UnknownEventError, match=r"'befor_fit' \(Callback\).*`before_fit`"):
         Callback(befor_fit=print)
-
-
-@pytest.mark.parametrize('f', [lambda: None, 3])
-def test_what_cannot_be_called_with_the_callback_is_refused(f: Any) -> None:
-    with pytest.raises(CallbackError, match='before_fit='):
-        Callback(before_fit=f)
 
 
 def test_a_subclass_needs_no_super_init() -> None:
@@ -308,32 +300,12 @@ def test_periodic_refuses_what_is_not_an_interval(every: Any) -> None:
         Periodic(every=every, on_every=print)
 
 
-def test_periodic_needs_something_to_do() -> None:
-    with pytest.raises(CallbackError, match='on_every'):
-        Periodic(every='1ep')
-    with pytest.raises(CallbackError, match='on_every'):
-        Periodic(every='1ep', on_every=lambda: None)
-
-
 def test_periodic_resumes_from_its_state() -> None:
     first, second = (Periodic(every='2ba', on_every=print) for _ in range(2))
     quiet(first, n_train=2).fit(1)
     assert first.state_dict() != second.state_dict()
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
-
-
-def test_the_constructor_names_every_event() -> None:
-    names = list(inspect.signature(Callback).parameters)
-    assert names == [*EVENTS, 'order', 'run_in', 'run_train', 'run_valid', 'handlers']
-    assert set(names) >= {'before_fit', 'after_cancel_validate', 'after_fit'}
-
-    class Own(Callback):
-        def __init__(self, size: int = 3) -> None:
-            self.size = size
-
-    assert list(inspect.signature(Own).parameters) == ['size']
-    assert Callback(before_fit=None, after_fit=lambda cb: 3)('after_fit') == 3
 
 
 def test_a_function_with_an_order_above_the_recorders_reads_the_row_of_its_epoch() -> None:
@@ -345,16 +317,6 @@ def test_a_function_with_an_order_above_the_recorders_reads_the_row_of_its_epoch
     assert repr(Callback(after_fit=print, order=60)) == 'Callback(order=60, after_fit=print)'
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        ({'order': '60'}, r"order='60'.*50"),
-        ({'run_in': 'fits'}, "'fits'"),
-        ({'run_train': 'no'}, "run_train='no': give True or False"),
-    ],
-)
-def test_an_order_or_a_kind_of_run_that_cannot_be_is_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CallbackError, match=message):
-        Callback(after_fit=print, **options)
+def test_an_unknown_kind_of_run_is_refused() -> None:
+    with pytest.raises(CallbackError, match="run_in='fits'"):
+        Callback(after_fit=print, run_in='fits')

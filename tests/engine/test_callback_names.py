@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from learnkit import Callback, Periodic, Recorder
+from learnkit import Callback, Periodic
 from learnkit.testing import synth_learner
 
 
@@ -51,34 +51,6 @@ def test_methods_of_other_names_are_left_alone() -> None:
             pass
 
     for cb in (Own, Tick('1ep')):
-        assert warnings_of_callback(cb) == []
-
-
-def test_attributes_of_the_constructor_and_the_class_that_hide_the_loops_state() -> None:
-    class Hides(Callback):
-        loss = None
-
-        def __init__(self, epoch: int) -> None:
-            self.epoch, self.lr = epoch, 0.1
-
-    class Below(Hides):
-        pass
-
-    class Fine(Callback):
-        def __init__(self, x: int) -> None:
-            self.x, self.metrics, self.path = x, [], '.'
-
-        @property
-        def pred(self) -> int:
-            return 3
-
-    class Subclass(Recorder):
-        pass
-
-    for cb in (Hides(3), Below(3)):
-        messages = warnings_of_callback(cb)
-        assert ['(epoch)' in messages[0], '(loss)' in messages[1], len(messages)] == [True, True, 2]
-    for cb in (Fine(3), Subclass):
         assert warnings_of_callback(cb) == []
 
 

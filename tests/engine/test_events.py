@@ -56,24 +56,10 @@ def test_an_unknown_event_is_named_with_the_closest(wrong: Any, close: str | Non
     assert f'`{close}`' in str(e.value) if close else 'Did you mean' not in str(e.value)
 
 
-def test_the_shorter_spelling_of_after_cancel_validate_works_as_handler_and_as_event() -> None:
-    seen = []
-
-    class Old(Callback):
-        def after_cancel_valid(self) -> None:
-            seen.append('method')
-
-    cbs = [Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))]
-    learn = synth_learner(default_cbs=False, cbs=cbs)
-    learn('after_cancel_valid')
-    learn('after_cancel_validate')
-    assert seen == ['method', 'function'] * 2
-
-
 def test_names_may_be_of_an_enum() -> None:
     class Names(StrEnum):
         FIT = 'before_fit'
-        CANCEL = 'after_cancel_valid'
+        CANCEL = 'after_cancel_validate'
 
     seen: list[str] = []
 

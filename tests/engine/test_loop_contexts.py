@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from learnkit import Callback, CancelBatchException
-from learnkit.core.errors import CallbackError
 from learnkit.testing import synth_learner
 
 
@@ -154,14 +153,6 @@ def test_each_microbatch_has_its_own() -> None:
 def test_without_any_it_is_one_object_that_does_nothing() -> None:
     learn = learner()
     assert learn.contexts('forward') is learn.contexts('backward')
-
-
-def test_what_is_not_a_method_is_refused() -> None:
-    class Wrong(Callback):
-        forward_context = 3  # a value where a method belongs
-
-    with pytest.raises(CallbackError, match=r'Wrong\.forward_context is 3'):
-        learner(Wrong())
 
 
 def test_an_error_in_making_one_leaves_those_before_it() -> None:

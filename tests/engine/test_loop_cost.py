@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -22,9 +20,6 @@ from learnkit.callbacks import progress
 from learnkit.engine.timings import EVERY
 from learnkit.metrics import AvgMetric
 from tests.helpers.fresh import output_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 # ------------------------------------------------------------------------------------- calls a step
 
@@ -88,94 +83,11 @@ def test_a_handler_adds_one_call() -> None:
     assert one_each - 0.5 <= calls_a_step('learnkit-handlers50') <= one_each + measured
 
 
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
-def test_a_handler_of_a_loss_is_checked_in_the_first_batches_only(event: str) -> None:
-    def calls(cbs: Any) -> float:
-        train = Profiled((torch.ones(4, 1), torch.ones(4, 1)))
-        learn = Learner((train, None), nn.Linear(1, 1), nn.MSELoss(), cbs=cbs)
-        gc.disable()
-        try:
-            with learn.no_bar():
-                learn.fit(1)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        return train.calls_a_step()
-
-    extra = calls([Callback(**{event: lambda cb: None})]) - calls([])
-    assert 0.5 <= extra <= 3  # the call, and the share of timed steps
-
-
-# ------------------------------------------------------------------------------------- tensors held
-
-
-class Held:
-    "Records which tensors of the previous step are alive at a forward pass and at the next draw."
-
-    def __init__(self, model: nn.Module) -> None:
-        self.before: dict[str, StorageWeakRef] = {}
-        self.alive: list[str] = []
-        self.n_passes = 0
-        model.register_forward_pre_hook(self.start)
-        model.register_forward_hook(self.end)
-
-    def start(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.n_passes += 1
-        self.alive += [name for name, ref in self.before.items() if not ref.expired()]
-        self.before = {'xb': StorageWeakRef(args[0].untyped_storage())}
-
-    def end(self, module: nn.Module, args: tuple[Tensor, ...], pred: Tensor) -> None:
-        self.before['pred'] = StorageWeakRef(pred.untyped_storage())
-
-
-class Fresh:
-    "A loader that keeps no reference to its batches."
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self.n):
-            yield torch.randn(8, 4), torch.randint(3, (8,))
-
-
-def fresh_learner(n: int = 5, **kwargs: Any) -> Learner:
-    dls = DataLoaders(Fresh(n), Fresh(n), device='cpu')
-    return Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, **kwargs)
-
-
-@pytest.mark.parametrize('microbatch', [None, 3])
-def test_nothing_of_the_step_before_is_held(
-    microbatch: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    learn = fresh_learner(metrics=AvgMetric(accuracy, on='both'), microbatch=microbatch)
-    held = Held(learn.model)
-    learn.fit(2)
-    assert held.n_passes == (20 if microbatch is None else 10 + 2 * 5 * 3)
-    # the pieces are views of one batch
-    if microbatch:
-        held.alive = [name for name in held.alive if name != 'xb']
-    assert held.alive == []
-
-
-def test_a_prediction_that_is_held_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    class Hold(Callback):
-        def after_pred(self) -> None:
-            self.held_pred = self.pred
-
-    learn = fresh_learner(cbs=Hold)
-    held = Held(learn.model)
-    learn.fit(1)
-    assert held.alive == ['pred'] * 9
-
-
 # ------------------------------------------------------------------------------------------ imports
 
 FIT = """
-from learnkit import DataLoaders, Learner, accuracy
+from learnkit import DataLoaders, Learner, Recorder, accuracy
+from learnkit.callbacks import progress
 import torch
 x, y = torch.randn(8, 2), torch.zeros(8).long()
 dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, device='cpu')

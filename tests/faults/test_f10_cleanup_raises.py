@@ -8,7 +8,6 @@ from learnkit import Callback, CancelError
 from learnkit.core.errors import CancelFitException
 from tests.faults.fault_helpers import (
     At,
-    Mute,
     copy_without_notes,
     fits_like_fresh,
     is_clean,
@@ -27,7 +26,7 @@ def ran(event: str, into: list[str], order: float = 80) -> Callback:
 
 @pytest.mark.parametrize(
     'second',
-    [KeyError('two'), Mute('m'), SystemExit(3), CancelFitException('stray')],
+    [KeyError('two'), SystemExit(3), CancelFitException('stray')],
     ids=lambda e: type(e).__name__,
 )
 @pytest.mark.parametrize('event', ['after_error', 'cleanup'])

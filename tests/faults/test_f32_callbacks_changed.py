@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import EMA, Callback, CallbackError, MixUp
+from learnkit import EMA, Callback, MixUp
 from learnkit.callbacks import EarlyStoppingCallback
 from tests.faults.run_helpers import checkpointed, names, same
 
@@ -100,8 +100,6 @@ def test_one_was_duplicated(tmp_path: Path) -> None:
     expected = ['There is no state for the callback `counter_2` (Counter): it stays as it is.']
     assert warnings_seen == expected
     assert (first.seen, second.seen) == (6, 2)
-    with pytest.raises(CallbackError, match="both have state_key='counter'"):
-        checkpointed(tmp_path / 'other')(Named(), Named())
 
 
 def test_others_were_reordered(tmp_path: Path) -> None:

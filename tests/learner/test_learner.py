@@ -288,7 +288,7 @@ def test_a_cancel_before_a_with_block_cannot_skip_it() -> None:
         raise CancelFitException
 
     learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Callback(before_fit=cancel)])
-    with pytest.raises(CancelError, match='with-block'):
+    with pytest.raises(CancelError, match='before_fit'):
         with learn:
             pytest.fail('the block was entered')
 

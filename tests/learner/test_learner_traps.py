@@ -29,7 +29,6 @@ from learnkit import (
 )
 from learnkit.core.errors import (
     CallbackError,
-    FitError,
     LossError,
     MetricError,
     OptimizerError,
@@ -146,30 +145,6 @@ def test_names_of_other_libraries() -> None:
     assert not hasattr(learnkit, 'EarlyStopping')
 
 
-# -------------------------------------------------------------------------------- training, and rates
-
-
-def test_train_sets_the_mode_and_warns() -> None:
-    learn = learner()
-    learn.model.eval()
-    (warning,) = warnings_of(learn.train)
-    assert '`learn.fit(5)`' in warning and learn.model.training
-    assert warnings_of(lambda: learn.train(False)) == [] and not learn.model.training
-    with pytest.raises(FitError, match=r'learn\.fit\(5\)'):
-        learn.train(5)  # type: ignore[arg-type]
-
-
-def test_a_whole_number_as_the_rate_is_doubted() -> None:
-    def fit(lr: Any) -> list[str]:
-        learn = learner()
-        with learn.no_bar():
-            return warnings_of(lambda: learn.fit(1, lr))
-
-    (warning,) = fit(32)
-    assert 'lr=32' in warning and 'bs=32' in warning and '32.0' in warning
-    assert fit(1) == fit(32.0) == fit(0.1) == []
-
-
 # ------------------------------------------------------------------------------------- wrong values
 
 
@@ -207,7 +182,6 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize(
     ('make', 'error', 'expected_text'),
     [
-        (lambda: learner(loss_func=torch.optim.Adam), LossError, '`opt_func=Adam`'),
         (lambda: learner(loss_func=nn.MSELoss), LossError, r'write MSELoss\(\)'),
         (lambda: learner(opt_func='adam').create_opt(), OptimizerError, r'`torch.optim.Adam`'),
         (lambda: learner(metrics='accuracy'), MetricError, 'from learnkit import accuracy'),
@@ -218,7 +192,7 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
             UnknownEventError,
             "'on_epoch_end'.*Did you mean `after_epoch`",
         ),
-        (lambda: learner().remove_cb('Nope'), CallbackError, "'Nope' is a string.*Recorder"),
+        (lambda: learner().remove_cb('Nope'), CallbackError, "'Nope' is a string"),
         (lambda: learner().export('m.onnx'), OptionError, r'ExportForInference.*onnx'),
     ],
 )

@@ -220,7 +220,7 @@ def test_rates_match_the_step() -> None:
     seen = Seen()
     learn = learner(torch.optim.SGD, LRMonitor(every=1), seen)
     learn.fit_one_cycle(1, 0.1)
-    assert seen.of('lr-SGD/group0') == pytest.approx(learn._get_recorder('losses').lrs)
+    assert seen.of('lr-SGD/group0') == pytest.approx(learn._get_recorder().lrs)
 
 
 def test_rates_under_a_scheduler_of_torch() -> None:
@@ -267,7 +267,7 @@ def test_no_monitor_changes_a_number() -> None:
         learn.fit_one_cycle(2, 0.05)
         return [
             *learn.model.state_dict().values(),
-            *learn._get_recorder('losses').losses,
+            *learn._get_recorder().losses,
             torch.rand(3),
         ]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -351,63 +349,16 @@ def closing(calls: list[str]) -> Callback:
     )
 
 
-def test_a_dropped_learner_is_closed() -> None:
-    calls: list[str] = []
-    learn = regression(cbs=closing(calls))
-    learn.fit(1)
-    del learn
-    gc.collect()
-    regression()  # the next Learner
-    assert calls == ['close', 'post_close']
-
-
-def test_a_learner_is_closed_once() -> None:
+def test_a_learner_is_closed_once_a_run() -> None:
     calls: list[str] = []
     learn = regression(cbs=closing(calls))
     learn.fit(1)
     learn.close()
     learn.close()
-    del learn
-    gc.collect()
-    learn = regression()
     assert calls == ['close', 'post_close']
-    learn = regression(cbs=closing(calls))
-    learn.validate()
-    learn.close()
     learn.validate()  # open again
-    del learn
-    gc.collect()
-    regression()
-    assert calls == ['close', 'post_close'] * 3
-
-
-def test_a_learner_that_never_ran_is_not_closed() -> None:
-    calls: list[str] = []
-    learn = regression(cbs=closing(calls))
-    del learn
-    gc.collect()
-    with pytest.raises(LoaderError):
-        Learner(3, nn.Linear(1, 1), cbs=closing(calls))
-    gc.collect()
-    assert not calls
-    learn = regression(cbs=Callback())
-    learn.fit(1)
-    other = copy.deepcopy(learn)
-    assert other._owner_pid is None and learn._owner_pid is not None
-
-
-def test_an_error_of_a_dropped_learner_is_a_warning() -> None:
-    def fail(cb: Any) -> None:
-        raise OSError(28, 'disk full')
-
-    calls: list[str] = []
-    learn = regression(cbs=[Callback(close=fail), closing(calls)])
-    learn.fit(1)
-    del learn
-    gc.collect()
-    with pytest.warns(UserWarning, match='OSError'):
-        regression()
-    assert calls == ['close', 'post_close']
+    learn.close()
+    assert calls == ['close', 'post_close'] * 2
 
 
 def test_dropping_learners_at_interpreter_exit_is_silent() -> None:
