@@ -156,7 +156,7 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         'seconds': learn.finished('sec'),
         'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
         'fitting_size': learn.microbatches.fitting_size,
-        'evaluations': learn.evaluations.state_dict(before=point in ('within', 'evaluation')),
+        'evaluations': learn.evaluations.state_dict(),
     }
 
 
@@ -215,8 +215,6 @@ def begin_resume(learn: Learner, resume: ResumeState) -> None:
     learn.resumed = True
     if r.at == 'batch':
         r.next_batch = r.loop['n_drawn']
-    elif r.at == 'evaluation':
-        r.next_batch = r.loop['n_iter'] or 0
     _warn_of_differences(learn, r)
 
 

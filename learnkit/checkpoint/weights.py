@@ -32,8 +32,6 @@ LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that i
 SAFETENSORS = '.safetensors'  # suffix of files in that library's format
 SUFFIXES = ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS)  # of files of weights
 
-Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by name
-
 
 @dataclass
 class Stored:
@@ -334,53 +332,20 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return bare_model(model).named_parameters(remove_duplicate=False)
 
 
-def find_changed(
-    model: nn.Module,
-    trained: Collection[str],  # names of other parameters
-    digests: Digests,  # digests of earlier calls; new ones are added
-) -> set[str]:
-    """Return the names of the parameters whose values differ from those in the first call.
-
-    >>> model, digests = nn.Linear(2, 1).requires_grad_(False), {}
-    >>> find_changed(model, (), digests)
-    set()
-    >>> _ = model.bias.add_(1)
-    >>> find_changed(model, (), digests)
-    {'bias'}
-    """
-    changed = set()
-    weights = bare_model(model).state_dict()
-    for name, p in _named_params(model):
-        if name in trained or name not in weights or is_lazy(p):
-            continue
-        # a digest takes long to compute, and a tensor's version changes with each in-place write
-        version = None if p.is_inference() else (p._version, p.data_ptr(), p.dtype)
-        known = digests.get(name)
-        if known is not None and known[1] == version:
-            continue
-        value = digest(weights[name])
-        if known is not None and known[0] != value:
-            changed.add(name)
-        else:
-            digests[name] = value, version
-    return changed
-
-
 def leave_out_frozen_weights(
     model: nn.Module,
     state: dict[str, Any],  # state of a checkpoint
     trained: Collection[str],  # names of the parameters to keep
-    digests: Digests,  # digests of the other parameters, from `find_changed`
+    digests: dict[str, str],  # digests of the other parameters by name; new ones are added
 ) -> dict[str, Any]:
     "Return the state with digests instead of the weights of the other parameters. Buffers are kept."
     params = {name for name, _ in _named_params(model)} - {*trained}
-    frozen = params & state['model'].keys()
+    frozen = sorted(params & state['model'].keys())
+    for name in frozen:
+        if name not in digests:  # a digest takes long to compute
+            digests[name] = digest(state['model'][name])
     weights = {name: value for name, value in state['model'].items() if name not in frozen}
-    return {
-        **state,
-        'model': weights,
-        LEFT_OUT: {name: digests[name][0] for name in sorted(frozen)},
-    }
+    return {**state, 'model': weights, LEFT_OUT: {name: digests[name] for name in frozen}}
 
 
 def add_frozen_weights(

@@ -45,9 +45,6 @@ class Source:
     def end(self, learn: Learner) -> None:
         "End the pass, whether or not its loader is exhausted."
 
-    def end_training(self, learn: Learner) -> None:
-        "End the training of an epoch; its evaluation is next."
-
 
 def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
     "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
@@ -74,7 +71,6 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
         add_note(e, f'in {learn.phase} ({format_place(learn)})')
         end_workers(batches)
         forget_workers(learn.dl)
-        learn.callbacks.notify('on_draw_failed')
         raise
     finally:
         del batches  # or else a traceback keeps its worker processes running

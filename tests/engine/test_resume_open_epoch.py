@@ -22,7 +22,6 @@ from learnkit import (
 )
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import ParamScheduler, SchedCos
-from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.time import format_seconds
 from learnkit.metrics import RMSE, AccumMetric, mae
 from tests.helpers.clock import use_clock
@@ -57,7 +56,7 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
 
 
 class Take(Callback):
-    "Takes the state after some batches, after an epoch, or before an evaluation."
+    "Takes the state after some batches, or after an epoch."
 
     def __init__(self, after: int, event: str = 'batch_checkpoint') -> None:
         self.after, self.states = after, []
@@ -66,11 +65,6 @@ class Take(Callback):
     def _take(self) -> None:
         if self.learn.train_iter == self.after:
             self.states.append(self.learn.checkpoint_state())
-
-    def _before_evaluation(self) -> None:
-        learn, place = self.learn, 'within' if 'train' in self.learn.run.levels else 'evaluation'
-        if learn.train_iter == self.after:
-            self.states.insert(0, copy_to_host(collect_state(learn, place)))
 
     def state_dict(self) -> None:
         return None
@@ -142,16 +136,6 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
     assert [r['ba'] for r in other.recorder.evaluations] == expected
 
 
-@pytest.mark.parametrize('after', [3, 5, 8])
-def test_from_before_an_evaluation(after: int) -> None:
-    "3 is within an epoch, 5 after its training, and 8 has no evaluation next."
-    make = partial(learner, eval_every='3ba', metrics=[mae, Doubtful()])
-    straight, other = resumed(make, after)
-    assert_recorded_alike(straight, other)
-    straight, other = resumed(partial(learner, metrics=[mae, Doubtful()]), after)
-    assert_recorded_alike(straight, other)
-
-
 @pytest.mark.parametrize('microbatch', [2, 'auto'])
 def test_in_microbatches_and_between_two_steps(microbatch: Any) -> None:
     assert_recorded_alike(
@@ -173,20 +157,6 @@ def test_the_time_of_the_row_counts_both_parts_and_not_what_lay_between(
 
 
 # --------------------------------------------------------------------------- another set of metrics
-
-
-class Doubtful(Metric):
-    "Accumulates in a list attribute."
-
-    def reset(self) -> None:
-        self.all: list[Tensor] = []
-
-    def accumulate(self, learn: Any) -> None:
-        self.all.append(learn.pred.detach().sum())
-
-    @property
-    def value(self) -> Tensor:
-        return torch.stack(self.all).logsumexp(0)
 
 
 class Seen(Metric):
