@@ -171,19 +171,6 @@ def test_a_loss_with_its_own_weights() -> None:
     check_every_place(learner, places=lambda kept: kept[1::6])
 
 
-def test_sparse_gradients_that_wait() -> None:
-    def learner() -> Learner:
-        torch.manual_seed(0)
-        x, y = torch.randint(9, (24,)), torch.randint(3, (24,))
-        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
-        dls = DataLoaders.from_tensors((x, y), bs=4)
-        cbs = GradientAccumulation(12)
-        return Learner(dls, model, nn.CrossEntropyLoss(), lr=0.1, opt_func=torch.optim.SGD, cbs=cbs)
-
-    kept = check_every_place(learner, places=lambda kept: kept[:3])
-    assert set(kept[0]['grads']['0']) == {'indices', 'values', 'size'}
-
-
 def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:
     _, kept = train_without_stop(make, lambda learn, r: learn.fit('7ba'))
     learn = make()
