@@ -257,14 +257,10 @@ def make_zero_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
 
 
 def copy_to_cpu(model: nn.Module) -> nn.Module:
-    "Return the model if it is on the CPU, otherwise a copy on the CPU, without using device memory."
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(t.device.type == 'cpu' for t in tensors):
+    "Return the model if it is on the CPU, otherwise a copy on the CPU."
+    if all(t.device.type == 'cpu' for t in (*model.parameters(), *model.buffers())):
         return model
-    copies: dict[int, Any] = {id(t): t.detach().cpu() for t in tensors}
-    for p in model.parameters():
-        copies[id(p)] = nn.Parameter(copies[id(p)], requires_grad=p.requires_grad)
-    return deepcopy(model, copies)
+    return deepcopy(model).cpu()
 
 
 def export_program(

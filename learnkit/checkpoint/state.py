@@ -175,7 +175,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
     else:
         folders = list_checkpoint_folders(learn)
         folder = folders[0] if folders else learn.path / 'checkpoints'
-        found = find(resume, folder, learn.world.is_first)
+        found = find(resume, folder)
         if found is None:
             if not folders:
                 warn_user(
