@@ -13,7 +13,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from learnkit.checkpoint.file import shorten_error
 from learnkit.core.errors import WeightsError
 
-
 _FOLDER = 0x10  # attribute of a record for which torch's reader returns uninitialized memory
 
 

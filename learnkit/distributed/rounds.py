@@ -31,13 +31,13 @@ class RoundsPosition(LoaderPosition):
         self.inner = LoaderPosition(dl.source, n_before * dl.spec.per_round)
 
     @override
-    def begin(self, draws_between: bool = True) -> Iterator[Any]:
+    def begin(self) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
         if 'order' in self._own_state:
             dl.order.state = self._own_state['order']
         with dl.order:
-            batches = self.inner.begin(draws_between)
+            batches = self.inner.begin()
         self.start = self.inner.start
         return dl.rounds(batches, self._n_skipped)
 
@@ -74,7 +74,6 @@ class RoundsPosition(LoaderPosition):
             'loader': describe_drawn(dl),
             'n': n_drawn,
             'n_before': self.n_before,
-            'processes': dl.spec.size,
         }
 
     @override

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
-from learnkit.core.random import RNGState, restore_rng
 from learnkit.data.dataloaders import (
     DataLoaders,
     TensorLoader,
@@ -217,10 +216,6 @@ class TensorShard(Shard, TensorLoader):
 class IndexShard(Shard, DataLoader[Any]):
     "Shard of a DataLoader, which reads this rank's samples only; a `ShardSampler` yields the index lists."
 
-    def batch_lists(self, workers: int, workers_ran: bool, first: RNGState | None) -> Iterator[Any]:
-        "Start a pass over this rank's index lists, as `ShardSampler.begin` does."
-        return get_index_sampler(self).begin(workers, workers_ran, first)
-
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, each sample once."
         return _make_shard(make_unshuffled(self.source), replace(self.spec, uneven='join'))
@@ -262,13 +257,10 @@ class ShardSampler:
         self,
         workers: int,  # number of workers of the pass, as for `start_lists`
         workers_ran: bool,  # whether persistent workers were running already
-        first: RNGState | None = None,  # global generators before the first list, if others drew
     ) -> Iterator[Any]:
         "Start a pass of the loader's sampler, and return an iterator over this rank's parts."
         with self.order:
             lists = start_lists(self.source, workers, workers_ran)
-            if first is not None:
-                restore_rng(first)
         return self._take_pieces(lists)
 
     def _take_pieces(self, lists: Iterator[Any]) -> Iterator[Any]:

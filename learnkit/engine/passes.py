@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -218,8 +217,7 @@ class TrainingPasses(Source):
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
-        # only handlers of this event run between the start of the pass and its first batch
-        begin = partial(self.position.begin, bool(learn.tables[True]['before_draw']))
+        begin = self.position.begin
         self._current = read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
         return self._current
 

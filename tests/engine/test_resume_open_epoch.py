@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import (
     Callback,
@@ -191,37 +189,3 @@ def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
     assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
-
-
-# ---------------------------------------------------------------------------------------- the state
-
-
-# ------------------------------------------------- loaders that draw their order at the first batch
-
-
-def shuffled_at_the_first_batch(*cbs: Callback) -> Learner:
-    torch.manual_seed(0)
-    x, y = data(20, 1)
-    train = DataLoader(TensorDataset(x, y), 4, shuffle=True)  # of torch's global generator
-    learn = Learner(DataLoaders(train), nn.Linear(3, 1), nn.MSELoss(), lr=0.05, cbs=cbs)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
-    return learn
-
-
-@pytest.mark.parametrize('draws', [False, True])
-def test_the_order_is_drawn_again_also_if_a_callback_draws_before_it(draws: bool) -> None:
-    def draw(cb: Callback) -> None:
-        torch.rand(3)
-
-    def draws_numbers() -> list[Callback]:
-        return [Callback(before_draw=draw)] if draws else []
-
-    whole, take = shuffled_at_the_first_batch(*draws_numbers()), Take(7)
-    with whole.added_cbs(take):
-        whole.fit(3)
-    resumed = shuffled_at_the_first_batch(*draws_numbers())
-    torch.manual_seed(9)
-    resumed.fit(3, resume=take.states[0])
-    assert torch.equal(resumed.model.weight, whole.model.weight)
-    assert resumed.recorder.losses == whole.recorder.losses
