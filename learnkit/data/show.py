@@ -12,12 +12,9 @@ from torch import Tensor
 
 from learnkit.core.batch import BatchForm, find_bs, microbatches, to_detach
 from learnkit.core.errors import OptionError
-from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.data.preserve import undisturbed_loader
-from learnkit.data.tables import as_table, cell, find_class_name, format_targets, shorten
-
-MAX_LEGEND = 24  # maximum number of classes in a legend
+from learnkit.data.tables import as_table, cell, format_targets, shorten
 
 
 def show_samples(
@@ -43,9 +40,9 @@ def show_samples(
         prefix = f'{name} ' if len(details) > 1 else ''
         columns.append([shorten(prefix + cell(value), 24) for value in values])
     titles = ['\n'.join(row) for row in zip(*columns, strict=True)]
-    if len(masks) > 1:
-        return draw_masks(images, masks, titles, vocab, figsize)
-    return draw_images(images, titles, wrong, next(iter(masks.values()), None), figsize)
+    if masks:
+        return draw_masks(images, masks, titles, figsize)
+    return draw_images(images, titles, wrong, figsize)
 
 
 # -- samples of a loader ---------------------------------------------------------------------------
@@ -226,35 +223,19 @@ def draw_masks(
     images: Tensor,  # (N, C, H, W) or (N, H, W)
     masks: Mapping[str, Tensor],  # segmentation masks (N, H, W) by name, the target first
     titles: Sequence[str] = (),  # title of each image
-    vocab: Any = None,  # class names
     figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
-    "Draw each image and its masks next to each other, with one legend for the classes; return the axes."
+    "Draw each image and its masks next to each other, and return the axes."
     n = len(images)
     width = 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
     cols = samples_per_row * width
     rows = -(-n // samples_per_row)
-    axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
+    axs = new_axes(n * width, cols, figsize or (1.7 * cols, 2.0 * rows), 'compressed')
     draw_pictures(axs[::width], as_pictures(images), titles)
     for i, (name, mask) in enumerate(masks.items(), 1):
         draw_pictures(axs[i::width], class_colors(mask), [name] * n)
-    _add_legend(axs.figure, masks, vocab)
     return axs
-
-
-def _add_legend(figure: Any, masks: Mapping[str, Tensor], vocab: Any) -> None:
-    "Add a legend of the first classes that occur in the masks; negative ones are ignored pixels."
-    patches = import_library('matplotlib.patches', 'A plot')
-    classes = torch.cat([mask.flatten() for mask in masks.values()]).unique()[:MAX_LEGEND]
-    colors = class_colors(classes[None, None])[0, :, 0].T.tolist()
-    handles = []
-    for k, color in zip(classes.tolist(), colors, strict=True):
-        label = shorten(find_class_name(k, vocab), 24) if k >= 0 else 'ignored'
-        handles.append(patches.Patch(facecolor=color, edgecolor='grey', label=label))
-    legend = figure.legend(handles=handles, loc='outside right upper', fontsize=9)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a dollar sign in a name starts no formula
 
 
 def draw_pictures(
@@ -279,7 +260,6 @@ def draw_images(
     images: Tensor,  # (N, C, H, W) or (N, H, W)
     titles: Sequence[str] = (),  # title of each image
     wrong: Sequence[int] = (),  # indices of images with a frame and a bold title
-    masks: Tensor | None = None,  # segmentation masks (N, H, W), drawn over the images
     figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
     "Draw images in a grid, single-channel images in grayscale, and return the axes."
@@ -291,10 +271,6 @@ def draw_images(
     # a constrained layout of images cuts titles of several lines off in the first saved file (matplotlib 3.11)
     axs = new_axes(n, cols, size, 'compressed')
     draw_pictures(axs, pictures, titles)
-    if masks is not None:
-        largest = max(int(masks.max()), 1)
-        for ax, mask in zip(axs, masks, strict=True):
-            ax.imshow(mask.numpy(), cmap='viridis', vmin=0, vmax=largest, alpha=0.5)
     for i in wrong:
         axs[i].title.set(color=WRONG, fontweight='bold')
         for spine in axs[i].spines.values():
