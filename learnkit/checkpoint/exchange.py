@@ -139,13 +139,9 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     model_config = config.get('model_config', {})
     arguments = ', '.join(f'{k}={v!r}' for k, v in model_config.items())
     if not callable(model):
-        name = config.get('model')
-        # a container such as nn.Sequential does not build the model
-        build = 'build' if hasattr(nn, str(name)) else name
         raise OptionError(
-            f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
-            f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
-            f'`{build}({arguments})`, which returns the {name}; this is model={model!r}.'
+            f'{path} holds the weights and configuration of a {config["model"]}, and no code. Say what builds the '
+            f'model: `load_learner(path, model=build)` calls `build({arguments})`; this is model={model!r}.'
         )
     try:
         built = model(**model_config)

@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,9 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    try:
+    with suppress(CheckpointError, OSError):
         return read_info(path)
-    except (CheckpointError, OSError):
-        return {}
+    return {}
 
 
 def next_path(

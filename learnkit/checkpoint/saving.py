@@ -135,13 +135,11 @@ def ensure_optimizer(learn: Learner, needed: bool) -> Iterator[None]:
 
 
 def find_weights_path(learn: Learner, file: Any, to_read: bool = False) -> Path:
-    "Return the path of a weights file. A file to read may have another suffix, or end in `.pth.pth`, as in fastai."
+    "Return the path of a weights file. A file to read may have another suffix."
     folder = learn.path / as_local_path(learn.model_dir)
     path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
-    if not to_read or path.is_file():
-        return path
-    alternatives = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder / file))
-    return next((p for p in alternatives if p.is_file()), path)
+    given = Path(os.path.abspath(folder / file))
+    return given if to_read and given.is_file() and not path.is_file() else path
 
 
 def check_weights_path(learn: Learner, file: str | Path) -> None:
@@ -222,11 +220,9 @@ def _suggest_fix(differences: list[str]) -> str:
     kinds = {d.partition(':')[0].split()[0] for d in differences}
     if kinds == {'optimizer'}:
         return ' Pass `with_opt=False` for the weights alone.'
-    # names that are only missing, or only unexpected, may be intended; both mean another model
-    fits_loosely = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
-    if fits_loosely:
+    if kinds <= {'missing', 'unexpected', 'dtype'}:
         return ' Pass `strict=False` to load what fits by name.'
-    return ' It is of another model: build that with the sizes and layers it had when it was saved.'
+    return ' Build the model with the sizes and layers that it had when it was saved.'
 
 
 # -- programs for serving --------------------------------------------------------------------------

@@ -63,17 +63,6 @@ if TYPE_CHECKING:
 
 # attributes of the loop that are saved without conversion
 COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
-ENTRIES = (
-    'model',
-    'loss_func',
-    'optimizer',
-    'grads',
-    'frozen',
-    'loop',
-    'rng',
-    'position',
-    'callbacks',
-)
 
 
 def checkpoint_state(learn: Learner) -> dict[str, Any]:
@@ -320,7 +309,11 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     learn.passes.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:
-        learn.pct_train = _compute_share(learn, loop) if n_epoch else pct_train
+        learn.pct_train = pct_train
+        if n_epoch:
+            is_within = loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch'
+            epoch_share = loop['n_drawn'] / loop['n_iter'] if is_within else 1.0
+            learn.pct_train = (loop['epoch'] + epoch_share) / n_epoch
     learn.run.stopping = loop['stopping']
     learn.counters.load_units(loop['done'])
     learn.microbatches.fitting_size = loop['fitting_size']
@@ -370,24 +363,12 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
         p.grad = None if grad is None else distribute_like(grad, p).to(p.device, copy=True)
 
 
-def _compute_share(learn: Learner, loop: Mapping[str, Any]) -> float:
-    "Return the completed share of this fit if its length differs from the checkpoint's."
-    epoch_share = 1.0
-    if loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch':
-        epoch_share = loop['n_drawn'] / loop['n_iter']
-    share: float = (loop['epoch'] + epoch_share) / learn.n_epoch
-    return share
-
-
 def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
-    "Return a checkpoint's state if it has all entries; otherwise raise `CheckpointError`."
-    present = state if isinstance(state, Mapping) else ()
-    missing = [e for e in ENTRIES if e not in present]
-    if not missing:
+    "Return a checkpoint's state; raise `CheckpointError` for anything else."
+    if isinstance(state, Mapping) and {'model', 'optimizer', 'loop', 'rng'} <= state.keys():
         return state
     raise CheckpointError(
-        f'{path or "This state"} is not a checkpoint of a Learner: it lacks {", ".join(missing)}. '
-        'Weights alone are loaded by `learn.load(path)`.'
+        f'{path or "This state"} is not a checkpoint of a Learner. Weights alone are loaded by `learn.load(path)`.'
     )
 
 

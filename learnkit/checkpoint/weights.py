@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 FORMAT = 1  # format of files written by `save_learner`
 LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
 SAFETENSORS = '.safetensors'  # suffix of files in that library's format
-SUFFIXES = ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS)  # of files of weights
 
 
 @dataclass
@@ -55,10 +51,7 @@ def read_weights(
     A `.safetensors` file has no checksums: only its sizes are verified. Raises `FileNotFoundError`, and `WeightsError`
     for a file that is damaged, is not a weights file, or requires code to be executed.
     """
-    if not path.exists():
-        raise _make_missing_error(path)
-    if not path.is_file():
-        raise WeightsError(f'{path} is a folder, and no file of weights.')
+    path.stat()  # raises `FileNotFoundError`
     if path.suffix == SAFETENSORS:
         return Stored(_read_safetensors(path, device))
     state = _read_checkpoint(path) if is_state_file(path) else read_torch_file(path, device)
@@ -73,16 +66,6 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         return load_parts(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None
-
-
-def _make_missing_error(path: Path) -> FileNotFoundError:
-    "Return the error for a missing file, with a note that names similar files in the folder."
-    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    names = [p.name for p in path.parent.glob('*') if p.suffix in SUFFIXES]
-    close = get_close_matches(path.name, names, cutoff=0.7)
-    if close:
-        error.add_note(f'The folder has {", ".join(close)}.')
-    return error
 
 
 def _split_state(state: Any, path: Path) -> Stored:
@@ -144,10 +127,7 @@ def write_safetensors(
             tensors[name] = t
         else:
             metadata[name] = first_name
-    try:
-        write_tensors(path, tensors, metadata)
-    except KeyError as e:  # a dtype that the library does not have
-        raise OptionError(f'{e} does not fit a file {SAFETENSORS}: use one with `.pth`.') from None
+    write_tensors(path, tensors, metadata)
 
 
 def _identify_memory(t: Any) -> Any:
@@ -236,9 +216,7 @@ def compare_weights(
         if name not in weights or not isinstance(t, Tensor) or is_lazy(t):
             continue
         value = weights[name]
-        if not isinstance(value, Tensor):
-            lines.append(f'type: {name} is a tensor, in the file {type(value).__name__}')
-        elif t.shape != value.shape:
+        if t.shape != value.shape:
             lines.append(f'shape: {name} is{_format_shape(t)}, in the file{_format_shape(value)}')
         elif t.dtype != value.dtype and strict:
             lines.append(f'dtype: {name} is {_format_dtype(t)}, in the file {_format_dtype(value)}')
