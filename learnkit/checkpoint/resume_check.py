@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -69,13 +70,11 @@ class _StopAt(Callback):
     def __init__(self, n: int) -> None:
         self._n = n
         self.kept = dict[str, Any]()
-        self.hints = list[str]()
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
             return
         self.kept = self.learn.checkpoint_state()
-        self.hints = [hint for cb in self.learn.cbs for hint in list_hints(cb)]
         raise CancelFitException
 
 
@@ -93,15 +92,20 @@ def check_resume(
     per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n
 
-    def train(until: int, resume: Any = False) -> _StopAt:
+    hints = list[str]()
+
+    def train(until: int, resume: Any = False) -> dict[str, Any]:
         stop = _StopAt(until)
         with _as_new_process(learn), deferred.paused():
             if resume is not False:
-                _seed_from_entropy()
+                torch.seed()
+                random.seed()
+                np.random.seed()
             learn.fit(n_epoch, cbs=stop, resume=resume)
+            hints[:] = [hint for cb in learn.cbs for hint in _list_hints(cb)]
         if not stop.kept:
             raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
-        return stop
+        return stop.kept
 
     writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
     with (
@@ -109,17 +113,16 @@ def check_resume(
         learn.lock,
         learn.removed_cbs(writers),
         TemporaryDirectory() as folder,
-        _replaced_path(learn, Path(folder)),
+        patch.object(learn, 'path', Path(folder)),
         learn.no_bar(),
         learn.no_logging(),
     ):
         uninterrupted = train(n)
         file = learn.path / 'state.ckpt'
-        write_state(file, train(middle).kept, {})
+        write_state(file, train(middle), {})
         resumed = train(n, read_state(file)[0])
-    found = differences(uninterrupted.kept, resumed.kept)
-    hints = uninterrupted.hints if found else []
-    return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints)
+    found = differences(uninterrupted, resumed)
+    return ResumeCheck(n, middle, digest(uninterrupted), found, hints if found else [])
 
 
 @contextmanager
@@ -137,18 +140,7 @@ def _as_new_process(learn: Learner) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _replaced_path(learn: Learner, folder: Path) -> Iterator[None]:
-    "Set `learn.path` within the block, so that files of the runs are written there."
-    path = learn.path
-    learn.path = folder
-    try:
-        yield
-    finally:
-        learn.path = path
-
-
-def list_hints(cb: Any) -> list[str]:
+def _list_hints(cb: Any) -> list[str]:
     "Return a line for each attribute of a callback without `state_dict` that no checkpoint holds."
     if has_own_state(cb):
         return []
@@ -157,10 +149,3 @@ def list_hints(cb: Any) -> list[str]:
         'give it `state_dict` and `load_state_dict`.'
         for name, value in lost_attributes(cb).items()
     ]
-
-
-def _seed_from_entropy() -> None:
-    "Seed the global random generators of torch, Python and NumPy from entropy."
-    torch.seed()
-    random.seed()
-    np.random.seed()

@@ -102,9 +102,7 @@ def load(
     "Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner."
     learn.world.barrier()  # rank 0 may still be writing the file in `save`
     path = find_weights_path(learn, file, to_read=True)
-    if isinstance(device, int):
-        device = torch.device('cuda', device)
-    stored = read_weights(path, device)
+    stored = read_weights(path, None if device is None else torch.device(device))
     opt_state = choose_opt_state(stored, with_opt, path)
     with_loss = opt_state is not None and has_weights(learn.loss_func)
     stored = Stored(stored.model, opt_state, stored.loss_func if with_loss else None)
