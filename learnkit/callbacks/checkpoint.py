@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -338,7 +337,6 @@ class Checkpoint(Callback):
             'place': point,
             'epoch': self.learn.epoch,
             'ba': self.learn.time.ba,
-            'saved': datetime.now(UTC).isoformat('T', 'seconds'),
         }
         if self._monitored is not None:
             mode = self.mode or 'min'
@@ -375,13 +373,17 @@ class Checkpoint(Callback):
     def _note_measured(self, row: Mapping[str, Any] | None) -> None:
         "Keep the monitored value of an evaluation, or of an epoch's row of the history; NaN counts as None."
         name = self._monitored
-        if self._is_outer_fit() and row is not None and row.get(name) is not None:
+        if name is None or row is None or row.get(name) is None:
+            return
+        if self._is_outer_fit():
             self._value = as_number(self, name, row[name])
             self._measured_at = self.learn.counters.batches
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        if 'parts' in state:
-            state = self._write_parts(state, path)
+        if self._writers is not None:
+            parts = state['parts']
+            files = self._writers.write(parts['tensors'], find_parts_folder(path))
+            state = {**state, 'parts': {'places': parts['places'], 'files': files}}
         if not self.learn.world.is_first:
             return
         write_state(path, state, info)
@@ -389,13 +391,6 @@ class Checkpoint(Callback):
         for old in find_superfluous(self._run_entries, self.keep_last, self.keep_best):
             remove_checkpoint(old)
             self._run_entries = [e for e in self._run_entries if e.path != old]
-
-    def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
-        assert self._writers is not None  # created by `_separate_shards`
-        parts = state['parts']
-        files = self._writers.write(parts['tensors'], find_parts_folder(path))
-        return {**state, 'parts': {'places': parts['places'], 'files': files}}
 
     def _wait(self) -> None:
         "Wait for the checkpoint that is being written, and raise an error of the background thread."

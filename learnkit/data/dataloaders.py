@@ -169,7 +169,6 @@ class DataLoaders:
         )
 
     @classmethod
-    @check_keywords
     def from_tensors(
         cls,
         train: Any,  # (x, y), a tuple of tensors, arrays or data frames, or a dict of them by name
@@ -180,10 +179,7 @@ class DataLoaders:
         drop_last: bool = False,  # drop a smaller last training batch
         seed: int | None = None,  # seed of the training order; None: drawn from torch's generator
         device: torch.device | str | None = None,  # device of the tensors; None: unchanged
-        path: str | Path = '.',  # as in `DataLoaders`, like the next three
-        n_inp: int | Mapping[str, int] | None = None,
-        n_iter: int | None = None,
-        targets: str | Iterable[str] | None = None,
+        **kwargs: Any,  # `path`, `n_inp`, `n_iter`, `targets`, as in `DataLoaders`
     ) -> Self:
         """Make a `TensorLoader` of each set of tensors.
 
@@ -211,15 +207,7 @@ class DataLoaders:
             valid_loader = {name: load(tensors) for name, tensors in valid.items()}
         elif valid is not None:
             valid_loader = load(valid)
-        return cls(
-            train_loader,
-            valid_loader,
-            device=device,
-            path=path,
-            n_inp=n_inp,
-            n_iter=n_iter,
-            targets=targets,
-        )
+        return cls(train_loader, valid_loader, device=device, **kwargs)
 
     @property
     def valid(self) -> Any:

@@ -37,9 +37,6 @@ class Evaluator:
             self._as_metrics = convert(self.metrics)
         return self._as_metrics
 
-    def __repr__(self) -> str:
-        return f'Evaluator({type(self.dl).__name__}, every={str(self.every)!r})'
-
 
 def as_every(every: Any) -> Time | None:
     """Return an interval between evaluations; a bare number counts epochs, None means never.

@@ -260,7 +260,7 @@ class LoaderPosition:
 
     def _restart_index_lists(self) -> Iterator[Any]:
         "Start the epoch's sampler as torch did, with every generator restored to the start of the epoch."
-        dl = self.dl
+        dl: Any = self.dl
         _restore(dl, self.start)
         if isinstance(dl, Shard):
             return get_index_sampler(dl).begin(self.workers, self._workers_ran)
