@@ -113,7 +113,7 @@ class LoaderPosition:
         if self.start is not None:
             return self._resume_epoch()
         self._workers_ran = self.workers > 0 and workers_run(self.dl)
-        self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
+        self.start = _capture(self.dl, with_global=True)
         return iter(self.dl)
 
     def state_dict(
@@ -296,11 +296,6 @@ def _is_tensor_loader(dl: Any) -> bool:
     return isinstance(dl, TensorLoader) and type(dl).__iter__ is TensorLoader.__iter__
 
 
-def _draws_from_own_generator(dl: Any) -> bool:
-    "Return True for a TensorLoader, unless `shuffle` was set later: then it draws from torch's global generator."
-    return type(dl) is TensorLoader and (dl.generator is not None or not dl.shuffle)
-
-
 def _has_index_lists(dl: Any) -> bool:
     "Return True for torch's DataLoader, or a shard of one, whose sampler can be restarted."
     is_torch = type(dl) is DataLoader or (isinstance(dl, Shard) and isinstance(dl, DataLoader))
@@ -348,7 +343,7 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
 
 
 def check_position(dl: Any, state: Mapping[str, Any]) -> None:
-    "Raise `CheckpointError` for an invalid position, or for the position of another loader."
+    "Raise `CheckpointError` for the position of another loader."
     with _preserved(dl):
         # the length of a loader may depend on the epoch
         restore_loader_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
@@ -364,11 +359,6 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
             'The training loader is not as it was when the checkpoint was taken: '
             f'{"; ".join(differences)}. Give the data and the loader that it had, or begin a new fit with '
             'its weights.'
-        )
-    if now['batches'] is not None and not 0 <= state['n'] <= now['batches']:
-        raise CheckpointError(
-            f'The checkpoint was taken after {state["n"]} batches of an epoch that has '
-            f'{now["batches"]}.'
         )
 
 
@@ -408,7 +398,7 @@ def _restore_own_state(dl: Any, state: State) -> None:
 
 
 def _without_samplers(own: State) -> State:
-    "Drop the generators or counts of samplers, which run ahead of the workers and are restored by drawing again."
+    "Drop the generators of samplers, which run ahead of the workers and are restored by drawing again."
     return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
 
 

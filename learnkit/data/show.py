@@ -12,9 +12,12 @@ from torch import Tensor
 
 from learnkit.core.batch import BatchForm, find_bs, microbatches, to_detach
 from learnkit.core.errors import OptionError
+from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.data.preserve import undisturbed_loader
-from learnkit.data.tables import as_table, cell, format_targets, shorten
+from learnkit.data.tables import as_table, cell, find_class_name, format_targets, shorten
+
+MAX_LEGEND = 24  # maximum number of classes in a legend
 
 
 def show_samples(
@@ -41,7 +44,7 @@ def show_samples(
         columns.append([shorten(prefix + cell(value), 24) for value in values])
     titles = ['\n'.join(row) for row in zip(*columns, strict=True)]
     if masks:
-        return draw_masks(images, masks, titles, figsize)
+        return draw_masks(images, masks, titles, vocab, figsize)
     return draw_images(images, titles, wrong, figsize)
 
 
@@ -223,19 +226,35 @@ def draw_masks(
     images: Tensor,  # (N, C, H, W) or (N, H, W)
     masks: Mapping[str, Tensor],  # segmentation masks (N, H, W) by name, the target first
     titles: Sequence[str] = (),  # title of each image
+    vocab: Any = None,  # class names
     figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
-    "Draw each image and its masks next to each other, and return the axes."
+    "Draw each image and its masks next to each other, with one legend for the classes; return the axes."
     n = len(images)
     width = 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
     cols = samples_per_row * width
     rows = -(-n // samples_per_row)
-    axs = new_axes(n * width, cols, figsize or (1.7 * cols, 2.0 * rows), 'compressed')
+    axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
     draw_pictures(axs[::width], as_pictures(images), titles)
     for i, (name, mask) in enumerate(masks.items(), 1):
         draw_pictures(axs[i::width], class_colors(mask), [name] * n)
+    _add_legend(axs.figure, masks, vocab)
     return axs
+
+
+def _add_legend(figure: Any, masks: Mapping[str, Tensor], vocab: Any) -> None:
+    "Add a legend of the first classes that occur in the masks; negative ones are ignored pixels."
+    patches = import_library('matplotlib.patches', 'A plot')
+    classes = torch.cat([mask.flatten() for mask in masks.values()]).unique()[:MAX_LEGEND]
+    colors = class_colors(classes[None, None])[0, :, 0].T.tolist()
+    handles = []
+    for k, color in zip(classes.tolist(), colors, strict=True):
+        label = shorten(find_class_name(k, vocab), 24) if k >= 0 else 'ignored'
+        handles.append(patches.Patch(facecolor=color, edgecolor='grey', label=label))
+    legend = figure.legend(handles=handles, loc='outside right upper', fontsize=9)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a dollar sign in a name starts no formula
 
 
 def draw_pictures(

@@ -304,15 +304,6 @@ def test_another_loader_is_refused_before_anything_changes(
             passes_after_resume(now, checkpoints[place])
 
 
-@pytest.mark.parametrize('change', [{'n': 7}, {'n': -1}, {'loader': {}}])
-def test_what_is_not_a_position_is_refused(change: dict[str, Any]) -> None:
-    dl = DataLoader(Items(), BS)
-    drawing = LoaderPosition(dl)
-    drawing.begin()
-    with pytest.raises(CheckpointError):
-        LoaderPosition.resume(dl, {**drawing.state_dict(3), **change})
-
-
 def test_generators_that_are_made_late_are_named() -> None:
     checkpoint = run_without_stop(loader('own'), 1)[1][0][3]
     with pytest.warns(UserWarning, match=r'lacks now: dataset\.transform\.rng\..*in `__init__`'):

@@ -257,7 +257,7 @@ def test_results_of_vectors_are_a_table() -> None:
     assert table.columns == {'x': [-1, 2, 3], 'predicted': [-1, 2, 3]}
 
 
-def test_results_of_masks_are_next_to_their_images() -> None:
+def test_results_of_masks_are_next_to_their_images_with_one_legend() -> None:
     pytest.importorskip('matplotlib')
     x, mask = torch.rand(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
     mask[1, 0] = -100
@@ -270,6 +270,14 @@ def test_results_of_masks_are_next_to_their_images() -> None:
     for i, ax in enumerate(axs):
         expected = pictures[i % 3][i // 3].permute(1, 2, 0).numpy()
         assert np.array_equal(ax.images[0].get_array(), expected) and len(ax.images) == 1
+    (legend,) = axs.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    found = sorted({*mask.unique().tolist(), *pred.unique().tolist()} - {-100})
+    assert names == ['ignored', *(['road', 'a $x_{$', 'tree'][k] for k in found)]
+    axs.figure.canvas.draw()
+    # no part of the legend lies over the pictures
+    box = legend.get_window_extent()
+    assert all(ax.get_window_extent().x1 <= box.x0 for ax in axs)
 
 
 def test_binary_masks_of_floats_and_the_largest_losses() -> None:
