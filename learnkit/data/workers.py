@@ -6,64 +6,100 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import parent_process
+from copy import copy
+from multiprocessing import context, get_context, resource_tracker
+from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any
 
-from fastcore.basics import noop
 from torch.utils.data import DataLoader
 
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.shard import Shard
 
-
-class OutlastSigterm:
-    "Function for a worker to call first, after which only a SIGTERM of its living parent ends the worker."
-
-    def __init__(self, init: Callable[[int], Any] | None) -> None:
-        self.init = init  # the loader's own `worker_init_fn`
-
-    def __call__(self, worker_id: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        Thread(target=_await_sigterm, daemon=True).start()
-        if self.init is not None:
-            self.init(worker_id)
-
-
-def _await_sigterm() -> None:
-    parent = parent_process()
-    assert parent is not None  # only workers run this function
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid and parent.is_alive():
-        pass
-    os._exit(0)  # torch reports any other exit code as a failure
+_KINDS: dict[Any, type[Lasting]] = {}  # process class -> its replacement
 
 
 def outlast_sigterm(
     dls: Any,  # `DataLoaders` or a similar object
 ) -> Callable[[], None]:
-    """Make workers that these loaders start ignore every SIGTERM that does not come from their parent process.
+    """Make workers started by these loaders ignore every SIGTERM that does not come from their parent process.
 
-    A run that SIGTERM stops needs its batches until it has reached a point where it can be saved. Returns the function
-    that restores the loaders. Does nothing on systems other than Linux, on which a worker cannot read the sender of a
-    signal.
+    A run that SIGTERM stops needs its batches until it has reached a point where it can be saved. A worker still ends
+    when its parent terminates it or has ended. Returns the function that restores the loaders. Does
+    nothing on systems other than Linux, on which a worker cannot read the sender of a signal.
 
     >>> from learnkit import DataLoaders
     >>> dl = DataLoader(range(4), num_workers=1)
     >>> restore = outlast_sigterm(DataLoaders(dl))
-    >>> restore(), dl.worker_init_fn
+    >>> restore(), dl.multiprocessing_context
     (None, None)
     """
-    if sys.platform != 'linux':
-        return noop
-    changed = []
-    for dl in (dls.train, *(dl for _, dl in evaluation_loaders(dls))):
-        while dl is not None:  # a loader, then the loaders that it is a shard of
-            if isinstance(dl, DataLoader) and not isinstance(dl.worker_init_fn, OutlastSigterm):
-                changed.append((dl, dl.worker_init_fn))
-                dl.worker_init_fn = OutlastSigterm(dl.worker_init_fn)
-            dl = getattr(dl, '__dict__', {}).get('source')
+    contexts = []
+    loaders = [dls.train, *(dl for _, dl in evaluation_loaders(dls))]
+    for loader in loaders:
+        if isinstance(loader, Shard):
+            loaders.append(loader.source)
+        if not isinstance(loader, DataLoader) or not loader.num_workers:
+            continue
+        before = loader.multiprocessing_context
+        ctx = before or get_context()
+        if ctx.Process in _KINDS:
+            contexts.append((loader, before))
+            loader.multiprocessing_context = copy(ctx)
+            loader.multiprocessing_context.Process = _KINDS[ctx.Process]
 
     def restore() -> None:
-        for loader, init in changed:
-            loader.worker_init_fn = init
+        for loader, ctx in contexts:
+            loader.multiprocessing_context = ctx
 
     return restore
+
+
+class Lasting(BaseProcess):
+    """Process that only a SIGTERM of its living parent ends.
+
+    SIGTERM stays blocked, because torch sets its own handler in workers. Programs started by a worker inherit the
+    blocked signal."""
+
+    def start(self) -> None:
+        "Start the process with SIGTERM blocked from its first instruction."
+        if not isinstance(self, context.ForkProcess):
+            resource_tracker.ensure_running()  # starting the tracker later would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def run(self) -> None:
+        "Run the process, with a thread that waits for SIGTERM."
+        # a fork server that was already running has not inherited the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        pids = (self._parent_pid, os.getppid())  # type: ignore[attr-defined]
+        Thread(target=_await_sigterm, args=pids, daemon=True).start()
+        super().run()
+
+
+def _await_sigterm(
+    parent: int,  # process that created the worker
+    starter: int,  # process that forked the worker: `parent` or the fork server
+) -> None:
+    "Exit at a SIGTERM of the parent, or at any SIGTERM once the starter has ended."
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent and os.getppid() == starter:
+        pass
+    os._exit(0)  # torch reports any other exit code as a failure
+
+
+if sys.platform == 'linux':
+
+    class LastingFork(Lasting, context.ForkProcess):
+        "Forked process."
+
+    class LastingSpawn(Lasting, context.SpawnProcess):
+        "Process in a new interpreter."
+
+    class LastingForkServer(Lasting, context.ForkServerProcess):
+        "Process forked from a fork server."
+
+    _KINDS |= {kind.__bases__[1]: kind for kind in (LastingFork, LastingSpawn, LastingForkServer)}
