@@ -260,10 +260,11 @@ class LoaderPosition:
 
     def _restart_index_lists(self) -> Iterator[Any]:
         "Start the epoch's sampler as torch did, with every generator restored to the start of the epoch."
-        dl: Any = self.dl
+        dl = self.dl
         _restore(dl, self.start)
         if isinstance(dl, Shard):
-            return get_index_sampler(dl).begin(self.workers, self._workers_ran)
+            lists: Iterator[Any] = get_index_sampler(self.dl).begin(self.workers, self._workers_ran)
+            return lists
         return start_lists(dl, self.workers, self._workers_ran)
 
     def _must_replay(self) -> bool:
