@@ -1151,7 +1151,7 @@ class Learner(Loop):
         """Save weights and configuration in one file for `load_learner`, and return its path.
 
         The file holds tensors and plain values, and no code. The code, such as the model class, is passed to
-        `load_learner`, so a file from an untrusted source is safe to load. The file holds the rate and the options of this
+        `load_learner`, so a file from an untrusted source is safe to load. The file holds the rate, the options of this
         Learner, the class names of its data (`dls.vocab`) and the names of model and loss; it does not hold the
         optimizer's state or the data. Raises `OptionError` for a value that is not plain.
 
