@@ -878,7 +878,7 @@ class Learner(Loop):
         """Save weights and configuration in one file for `load_learner`, and return its path.
 
         The file holds tensors and plain values, and no code. The code, such as the model class, is passed to
-        `load_learner`, so a file from an untrusted source is safe to load. The file holds the rates and options of this
+        `load_learner`, so a file from an untrusted source is safe to load. The file holds the rate, the options of this
         Learner, the class names of its data (`dls.vocab`) and the names of model and loss; it does not hold the
         optimizer's state or the data. Raises `OptionError` for a value that is not plain.
 
@@ -971,9 +971,8 @@ class Learner(Loop):
         The second run is saved to a file after `stop_after` batches and resumed from that file, with all random
         generators seeded differently, as in a new process. Weights, optimizer, generators, the data's position, history
         and the callbacks' states are compared. A difference means that some state is not part of the checkpoint. A
-        callback includes its state by `state_dict` and `load_state_dict`. The result then also names what a checkpoint
-        does not hold: values that a callback without these methods keeps (an iterator, an open file), and attributes of
-        modules and of the Learner that differ.
+        callback includes its state by `state_dict` and `load_state_dict`. The result then also names what a callback
+        without these methods keeps and a checkpoint does not hold: an iterator, an open file.
 
         All state is restored, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are left out, and
         files saved below `learn.path` are written to a temporary folder. Raises `FitError` for invalid numbers of

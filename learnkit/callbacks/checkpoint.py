@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -31,15 +30,9 @@ from learnkit.checkpoint.folder import (
     write_own_files,
 )
 from learnkit.checkpoint.state import collect_state, copy_to_host
-from learnkit.checkpoint.weights import (
-    Digests,
-    find_changed,
-    find_trainable,
-    leave_out_frozen_weights,
-)
+from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
-from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.core.version import VERSION
@@ -47,14 +40,11 @@ from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import warn_of_lost_attributes
 from learnkit.engine.counters import Every
-from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
+from learnkit.engine.resume import checkpoint_point
 from learnkit.metrics.direction import MetricProperties
 
 # units whose intervals end at one event only: `epoch_checkpoint`, `iteration_checkpoint`
 EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
-
-# a copy of the state in host memory, the path of the file, and the file's metadata
-Snapshot = tuple[dict[str, Any], Path, dict[str, Any]]
 
 
 class Checkpoint(Callback):
@@ -74,20 +64,19 @@ class Checkpoint(Callback):
     folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it.
 
     `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
-    model of LoRA; a weight that something else changes during a fit is kept. The file has their digests (SHA-256,
-    computed once a fit), and a run resumes only with a model that has the same values: load or build that model before
-    `fit(resume=True)`. `learn.load(path, strict=False)` loads the trained weights of such a file.
+    model of LoRA. The file has their digests (SHA-256, computed once a fit), and a run resumes only with a model that
+    has the same values: load or build that model before `fit(resume=True)`. `learn.load(path, strict=False)` loads the
+    trained weights of such a file.
 
     Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
-    best. `monitor` is a column of the history or a function of the Learner, which is called at the end of each epoch. A
-    checkpoint has a value only if its weights are the weights that were evaluated. With a `monitor`, a checkpoint is
-    therefore also written after each evaluation that is one of the `keep_best` best so far. Of several with the same
-    value the earliest is the best. Two runs cannot use one folder at a time.
+    best. `monitor` is a column of the history. A checkpoint has a value only if its weights are the weights that were
+    evaluated. With a `monitor`, a checkpoint is therefore also written after each evaluation that is one of the
+    `keep_best` best so far. Of several with the same value the earliest is the best. Two runs cannot use one folder at
+    a time.
 
-    On SIGTERM the current batch is finished, a checkpoint is written, and the process calls the earlier signal handler
-    and exits with code 143; in IPython the fit ends. A single process interrupts an evaluation, which is repeated on
-    resume, and for this purpose copies the state before each evaluation; several ranks finish the evaluation.
-    `preemption=False` installs no signal handler.
+    On SIGTERM the current batch, or the current evaluation, is finished, a checkpoint is written, and the process calls
+    the earlier signal handler and exits with code 143; in IPython the fit ends. `preemption=False` installs no signal
+    handler.
 
     Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
     written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises `WeightsError` if
@@ -112,7 +101,7 @@ class Checkpoint(Callback):
         folder: str | Path | None = None,  # folder; None: `checkpoints` in the Learner's `path`
         keep_last: int | None = 3,  # number of newest checkpoints to keep; None: all
         keep_best: int = 1,  # number of best checkpoints to keep in addition
-        monitor: str | Callable[[Any], Any] | None = None,  # column or function; None: valid loss
+        monitor: str | None = None,  # column of the history; None: the validation loss
         mode: str | None = None,  # 'min' or 'max'; None: by the column's name
         background: bool = True,  # whether a background thread writes the file
         preemption: bool = True,  # whether SIGTERM saves a checkpoint and exits
@@ -145,16 +134,14 @@ class Checkpoint(Callback):
         self._measured_at: int | None = None  # number of batches trained before this evaluation
         self._best_values: list[float] = []  # best values, with the sign such that lower is better
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
-        self._digests: Digests = {}  # digests of the frozen weights, by name
+        self._digests: dict[str, str] = {}  # digests of the frozen weights, by name
         self._has_warned = False  # whether this fit has warned of state that no checkpoint holds
-        self._buffers: dict[Any, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # writers of the shards, on all ranks
         self._run_id = ''
         self._monitored: str | None = None  # name of the monitored value
         self._run_entries: list[Entry] = []  # checkpoints of this run
-        self._eval_snapshot: Snapshot | None = None  # state before the current evaluation
 
     # -- the fit -----------------------------------------------------------------------------------
 
@@ -183,9 +170,8 @@ class Checkpoint(Callback):
         self._best_values = []
         self._begin_trainable()
         self._has_warned = False
-        self._eval_snapshot = None
         if self.preemption:
-            self._stop_request.install(learn.dls if learn.world.size > 1 else None)
+            self._stop_request.install(learn.dls)
 
     def _begin_trainable(self) -> None:
         "Note the parameters that this fit trains. Raises `OptionError` for a sharded model."
@@ -198,15 +184,6 @@ class Checkpoint(Callback):
                 "it out, or use the strategy 'ddp'."
             )
         self._trained |= find_trainable(self.learn.model)
-        self._find_changed()
-
-    def _find_changed(self) -> set[str]:
-        "Return the frozen parameters that something has changed since the fit began, on all ranks."
-        learn = self.learn
-        changed = set[str]()
-        if learn.world.is_first:
-            changed = find_changed(learn.model, self._trained, self._digests)
-        return set(learn.world.broadcast(sorted(changed)))
 
     def _begin_run(
         self,
@@ -228,9 +205,8 @@ class Checkpoint(Callback):
                 return None
             losses = [name for name in recorder.evaluated_columns() if name.endswith('loss')]
             return losses[0] if losses else None
-        if isinstance(self.monitor, str):
-            find_column(self, self.monitor)
-        return _get_name(self.monitor)
+        find_column(self, self.monitor)
+        return self.monitor
 
     def _lock_folder(self) -> None:
         "Create and lock the folder in rank 0."
@@ -266,25 +242,17 @@ class Checkpoint(Callback):
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
-        if point == 'epoch' and callable(self.monitor):
-            self._set_value(self.monitor(self.learn))
-        self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
         is_due = self._is_due(point)
         is_best = self._is_new_best()
         post = self.learn.world.post
         if post('leave', self._stop_request.received):
-            return self._save_and_leave(point)
+            return self._save_and_leave()
         writing = self._writing
         has_failed = writing is not None and writing.done() and writing.exception() is not None
         if post('failed', has_failed):
             self.learn.world.run_on_all(self._wait)
         if is_due or is_best:
             self.save()
-
-    def _set_value(self, value: Any) -> None:
-        "Set the monitored value of the current weights; NaN counts as None."
-        self._value = as_number(self, self._monitored, value)
-        self._measured_at = self.learn.counters.batches
 
     def _get_value(self) -> float | None:
         "Return the monitored value if the current weights are the weights that were evaluated."
@@ -319,41 +287,46 @@ class Checkpoint(Callback):
         The method can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises
         `CheckpointError` elsewhere, and an error of writing the previous checkpoint.
         """
-        if not checkpoint_point(self.learn):
+        return self._save(self.background)
+
+    def _save(self, background: bool) -> Path:
+        learn = self.learn
+        point = checkpoint_point(learn)
+        if not point:
             raise CheckpointError(
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint only.'
             )
-        self.learn.world.run_on_all(self._wait)
-        state, path, info = self._take_snapshot(checkpoint_point(self.learn))
-        state = self._write_own_files(state, path)
-        if not self.background:
-            self._write_on_all_ranks(state, path, info)
-            return path
-        if not self.learn.world.is_first and 'parts' not in state:
-            return path
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, 'checkpoint')
-        self._writing = self._thread.submit(self._write, state, path, info)
+        learn.world.run_on_all(self._wait)
+        self._warn_of_lost_state(point)
+        state = self._collect_state(point)
+        path, files = self._write_own_files()
+        if files:
+            state['files'] = files
+        write = partial(self._write, state, path, self._make_info(point))
+        is_writer = learn.world.is_first or 'parts' in state
+        if not background:
+            learn.world.run_on_all(write if is_writer else noop)
+        elif is_writer:
+            self._thread = self._thread or ThreadPoolExecutor(1, 'checkpoint')
+            self._writing = self._thread.submit(write)
         return path
 
-    def _write_own_files(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        "Let callbacks write their files in rank 0, and return the state with a list of these files."
-        learn = self.learn
-        write = partial(write_own_files, learn, path) if learn.world.is_first else dict
-        files = learn.world.run_on_all(write)
-        return {**state, 'files': files} if files else state
-
-    def _take_snapshot(self, point: str) -> Snapshot:
-        "Copy the state for a checkpoint at `point`: a checkpoint event, 'evaluation' or 'within'."
-        learn = self.learn
+    def _warn_of_lost_state(self, point: str) -> None:
+        "Warn once a fit of state that no checkpoint holds."
         if not self._has_warned:
             self._has_warned = True
-            warn_of_lost_attributes(learn)
-            learn.passes.warn_of_lost_state(learn, SAVE_POINTS[point] == 'batch')
-        state = self._collect_state(point)
-        time = learn.time
-        file = next_path(self.checkpoint_folder(), time.ep, time.ba) if learn.world.is_first else ''
-        return state, Path(learn.world.broadcast(str(file))), self._make_info(point)
+            warn_of_lost_attributes(self.learn)
+            self.learn.passes.warn_of_lost_state(self.learn, point == 'batch')
+
+    def _write_own_files(self) -> tuple[Path, dict[str, Any]]:
+        "Return the path of the next checkpoint, and the files that callbacks have written for it in rank 0."
+        learn = self.learn
+        path = ''
+        if learn.world.is_first:
+            path = str(next_path(self.checkpoint_folder(), learn.time.ep, learn.time.ba))
+        path = learn.world.broadcast(path)
+        write = partial(write_own_files, learn, Path(path)) if learn.world.is_first else dict
+        return Path(path), learn.world.run_on_all(write)
 
     def _make_info(self, point: str) -> dict[str, Any]:
         "Return the metadata of a checkpoint's file."
@@ -364,7 +337,6 @@ class Checkpoint(Callback):
             'place': point,
             'epoch': self.learn.epoch,
             'ba': self.learn.time.ba,
-            'saved': datetime.now(UTC).isoformat('T', 'seconds'),
         }
         if self._monitored is not None:
             mode = self.mode or 'min'
@@ -376,7 +348,6 @@ class Checkpoint(Callback):
         learn = self.learn
         if self.trainable_only:
             self._trained |= find_trainable(learn.model)
-            self._trained |= self._find_changed()
         state = collect_state(learn, point)
         if self.trainable_only and learn.world.is_first:
             state = leave_out_frozen_weights(learn.model, state, self._trained, self._digests)
@@ -384,7 +355,8 @@ class Checkpoint(Callback):
             state = self._separate_shards(state)
         elif not learn.world.is_first:
             return state
-        return copy_to_host(state, self._buffers)
+        host_state: dict[str, Any] = copy_to_host(state)
+        return host_state
 
     def _separate_shards(self, state: dict[str, Any]) -> dict[str, Any]:
         "Return the state with this rank's shards apart, as `parts`; in other ranks than rank 0 only the shards."
@@ -399,16 +371,19 @@ class Checkpoint(Callback):
         return {**state, 'parts': {**parts, 'tensors': {**tensors, **weights}}}
 
     def _note_measured(self, row: Mapping[str, Any] | None) -> None:
-        "Keep the monitored value of an evaluation, or of an epoch's row of the history."
+        "Keep the monitored value of an evaluation, or of an epoch's row of the history; NaN counts as None."
         name = self._monitored
-        if not self._run_id or name is None or callable(self.monitor):
+        if name is None or row is None or row.get(name) is None:
             return
-        if row is not None and row.get(name) is not None:
-            self._set_value(row[name])
+        if self._is_outer_fit():
+            self._value = as_number(self, name, row[name])
+            self._measured_at = self.learn.counters.batches
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        if 'parts' in state:
-            state = self._write_parts(state, path)
+        if self._writers is not None:
+            parts = state['parts']
+            files = self._writers.write(parts['tensors'], find_parts_folder(path))
+            state = {**state, 'parts': {'places': parts['places'], 'files': files}}
         if not self.learn.world.is_first:
             return
         write_state(path, state, info)
@@ -416,19 +391,6 @@ class Checkpoint(Callback):
         for old in find_superfluous(self._run_entries, self.keep_last, self.keep_best):
             remove_checkpoint(old)
             self._run_entries = [e for e in self._run_entries if e.path != old]
-
-    def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
-        assert self._writers is not None  # created by `_separate_shards`
-        parts = state['parts']
-        files = self._writers.write(parts['tensors'], find_parts_folder(path))
-        return {**state, 'parts': {'places': parts['places'], 'files': files}}
-
-    def _write_on_all_ranks(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        "Write the file in rank 0, while other ranks write their shards or wait."
-        world = self.learn.world
-        is_writer = world.is_first or 'parts' in state
-        world.run_on_all(partial(self._write, state, path, info) if is_writer else noop)
 
     def _wait(self) -> None:
         "Wait for the checkpoint that is being written, and raise an error of the background thread."
@@ -440,16 +402,6 @@ class Checkpoint(Callback):
         future.result()
 
     # -- preemption --------------------------------------------------------------------------------
-
-    def on_evaluation(self) -> None:
-        "Copy the state before an evaluation, whose changes are undone only at its end."
-        if not self.preemption or not self._is_outer_fit():
-            return
-        if self.learn.world.size > 1:
-            return  # ranks agree to stop between training batches only
-        self._wait()
-        point = 'within' if 'train' in self.learn.run.levels else 'evaluation'
-        self._eval_snapshot = self._take_snapshot(point)
 
     def after_fit(self) -> None:
         "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
@@ -468,48 +420,12 @@ class Checkpoint(Callback):
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
     def after_eval(self) -> None:
-        if self.learn.run.depth != 1:
-            return
-        self._eval_snapshot = None
         recorder = recorder_of(self.learn)
-        if self.learn.fitting and recorder is not None:
+        if recorder is not None:
             self._note_measured(recorder.measured)
 
-    def before_batch(self) -> None:
-        "Interrupt an evaluation after SIGTERM."
-        if self._stop_request.received and self._is_evaluating():
-            self._leave_evaluation()
-
-    def _is_evaluating(self) -> bool:
-        run = self.learn.run
-        return self._eval_snapshot is not None and self.learn.evaluations.running and run.depth == 1
-
-    def on_draw_failed(self) -> None:
-        "Save and exit after SIGTERM, which may have ended the loader's workers, too."
-        if not self._stop_request.received:
-            return
-        if self._is_evaluating():
-            self._leave_evaluation()
-        elif self.learn.training and self.learn.run.depth == 1 and self.learn.world.size == 1:
-            self.learn.iter -= 1  # this batch was not drawn
-            self._save_and_leave('batch')
-
-    def _save_and_leave(self, point: str) -> None:
-        try:
-            self.learn.world.run_on_all(self._wait)
-        finally:
-            # also if the previous checkpoint could not be written
-            self._write_and_leave(*self._take_snapshot(point))
-
-    def _leave_evaluation(self) -> None:
-        snapshot = self._eval_snapshot
-        assert snapshot is not None  # checked by `_is_evaluating`
-        self._eval_snapshot = None
-        self._write_and_leave(*snapshot)
-
-    def _write_and_leave(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        state = self._write_own_files(state, path)
-        self._write_on_all_ranks(state, path, info)
+    def _save_and_leave(self) -> None:
+        path = self._save(background=False)
         if self.learn.world.is_first:
             print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)
         self._stop_request.received = False
@@ -547,9 +463,7 @@ class Checkpoint(Callback):
         self._has_folder = False
         self._run_id = ''
         self._thread = None
-        self._buffers = {}
         self._run_entries = []
-        self._eval_snapshot = None
         if self._writers is not None:
             self._writers.close()
         self._writers = None
@@ -579,15 +493,9 @@ class Checkpoint(Callback):
         self._trained |= set(sd.get('trained', ()))
 
 
-def _find_mode(monitor: Any) -> str:
+def _find_mode(monitor: str) -> str:
     "Return 'min' or 'max' for a known metric. Raises `OptionError` for an unknown one."
-    if not callable(monitor) and not (isinstance(monitor, str) and monitor):
-        raise OptionError(f'monitor={monitor!r}: give a column of the history, or a function.')
-    direction = MetricProperties().get(_get_name(monitor))
+    direction = MetricProperties().get(monitor)
     if direction in ('lower', 'higher'):
         return 'min' if direction == 'lower' else 'max'
-    raise OptionError(f"Which {_get_name(monitor)!r} are better: give mode='min' or 'max'.")
-
-
-def _get_name(monitor: Any) -> str:
-    return monitor if isinstance(monitor, str) else name_of(monitor)
+    raise OptionError(f"Which {monitor!r} are better: give mode='min' or 'max'.")

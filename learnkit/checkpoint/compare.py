@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import translate
 from hashlib import sha256
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +20,13 @@ from learnkit.core.model import bare_model
 from learnkit.core.plain import is_dense
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
-from learnkit.core.validation import check_count
 from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback_state import collect_nondeterministic_state
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp in any entry
+# entries of a checkpoint that depend on the clock; `Timestamp` is the place of the state of any Timestamp
 WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
 
 KeyPath = tuple[Any, ...]  # keys that lead to a value
@@ -32,7 +34,7 @@ KeyPath = tuple[Any, ...]  # keys that lead to a value
 
 def digest(
     state: Any,  # tensors, numbers, strings, bytes, None; lists, tuples and dicts of these
-    leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude: `a.b.c`, `*` for any key
+    leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude: `a.b.c`, `*` for any keys
 ) -> str:
     """Return the SHA-256 of a nested state, which is equal for bitwise equal states only.
 
@@ -60,21 +62,19 @@ def differences(
     leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude, as for `digest`
     limit: int = 20,  # maximum number of lines
 ) -> list[str]:
-    """Return a line for each entry in which two states differ.
+    """Return a line for each entry in which two states differ; of a list, only for the first entry that differs.
 
-    The list is empty if the digests are equal. Raises `OptionError` for a `limit` below 1.
+    The list is empty if the digests are equal.
 
-    >>> a = {'model': {'0.weight': torch.zeros(2, 3)}, 'loop': {'epoch': 3}, 'rng': {'torch': torch.zeros(5)}}
-    >>> b = {'model': {'0.weight': torch.eye(2, 3) / 8}, 'loop': {}, 'rng': {'torch': torch.ones(5)}}
+    >>> a = {'model': {'0.weight': torch.zeros(2, 3)}, 'loop': {'epoch': 3}}
+    >>> b = {'model': {'0.weight': torch.eye(2, 3) / 8}, 'loop': {}}
     >>> for line in differences(a, b): print(line)
     model.0.weight: 2 of 6 elements differ, at most 0.12 (first at [0, 0]: 0.0 and 0.125)
     only in the first: loop.epoch
-    rng.torch: differs
     """
-    check_count('limit', limit)
     leave_out = [*leave_out]
     found = _compare(_leave_out(first, leave_out), _leave_out(second, leave_out), ())
-    lines = [_format_line(key_path, text) for key_path, text in found]
+    lines = list(found)
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
 
 
@@ -114,29 +114,25 @@ def _leave_out(state: Any, places: Iterable[str]) -> Any:
     "Return a state without some places, and without those that a checkpoint lists in `nondeterministic_state`."
     if isinstance(places, str):
         raise OptionError(f'leave_out={places!r}: give a list of places.')
-    patterns = {tuple(place.split('.')) for place in places}
-    listed = state.get('nondeterministic_state') if isinstance(state, Mapping) else None
-    if patterns and isinstance(listed, Mapping):
-        for key, names in listed.items():
-            patterns |= {('callbacks', str(key), *str(name).split('.')) for name in names}
-    return _drop(state, patterns)
+    patterns = [*places]
+    if not patterns:
+        return state
+    listed = state.get('nondeterministic_state', {}) if isinstance(state, Mapping) else {}
+    for key, names in listed.items():
+        patterns += [f'callbacks.{key}.{name}' for name in names]
+    is_left_out = re.compile('|'.join(map(translate, patterns))).match
 
-
-def _drop(value: Any, patterns: set[tuple[str, ...]]) -> Any:
-    "Return a value without the entries that a pattern matches, relative to this value."
-    if not patterns or not isinstance(value, (Mapping, list, tuple)):
+    def drop(value: Any, prefix: str) -> Any:
+        if isinstance(value, Mapping):
+            prefix = 'Timestamp.' if value.keys() == set(UNITS) else prefix
+            kept = {k: v for k, v in value.items() if not is_left_out(f'{prefix}{k}')}
+            return {k: drop(v, f'{prefix}{k}.') for k, v in kept.items()}
+        if isinstance(value, (list, tuple)):
+            entries = [drop(v, f'{prefix}{i}.') for i, v in enumerate(value)]
+            return entries if isinstance(value, list) else tuple(entries)
         return value
-    anywhere = {p for p in patterns if p[0] == 'Timestamp'}
-    if isinstance(value, Mapping) and value.keys() == set(UNITS):
-        patterns = patterns | {p[1:] for p in anywhere}
-    kept = {}
-    for k, v in value.items() if isinstance(value, Mapping) else enumerate(value):
-        inner = {p[1:] for p in patterns if p[0] in ('*', str(k))}
-        if () not in inner:
-            kept[k] = _drop(v, inner | anywhere)
-    if isinstance(value, Mapping):
-        return kept
-    return [*kept.values()] if isinstance(value, list) else (*kept.values(),)
+
+    return drop(state, '')
 
 
 # -- digests ---------------------------------------------------------------------------------------
@@ -212,55 +208,34 @@ def _copy_to_host(t: Tensor, key_path: KeyPath) -> Tensor:
 # -- differences -----------------------------------------------------------------------------------
 
 
-def _compare(a: Any, b: Any, key_path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    "Yield the keys and a description of each difference between two values."
-    if key_path[:1] == ('rng',) and len(key_path) == 2:
-        if digest(a) != digest(b):  # the numbers of a generator's state mean nothing
-            yield key_path, 'differs'
-    elif isinstance(a, Mapping) and isinstance(b, Mapping):
+def _compare(a: Any, b: Any, key_path: KeyPath) -> Iterator[str]:
+    "Yield a description of each difference between two values."
+    place = _format_keys(key_path)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         yield from _compare_dicts(a, b, key_path)
     elif any(isinstance(a, kind) and isinstance(b, kind) for kind in (list, tuple)):
-        yield from _compare_lists(a, b, key_path)
+        if len(a) != len(b):
+            yield f'{place}: {len(a)} and {len(b)} entries'
+        entries = enumerate(zip(a, b, strict=False))
+        lines = (line for i, (x, y) in entries for line in _compare(x, y, (*key_path, i)))
+        yield from islice(lines, 1)  # lists are long
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
         text = _compare_tensors(_copy_to_host(a, key_path), _copy_to_host(b, key_path))
         if text:
-            yield key_path, text
+            yield f'{place}: {text}'
     elif _encode(a, key_path) != _encode(b, key_path):
-        is_same_kind = type(a) is type(b)
-        texts = [_describe(v) + ('' if is_same_kind else _describe_kind(v)) for v in (a, b)]
-        yield key_path, ' and '.join(texts)
+        yield f'{place}: {_describe(a)} and {_describe(b)}'
 
 
-def _compare_dicts(
-    a: Mapping[Any, Any], b: Mapping[Any, Any], key_path: KeyPath
-) -> Iterator[tuple[KeyPath, str]]:
-    a_keys = {(type(k), k): (*key_path, k) for k in a}
-    b_keys = {(type(k), k): (*key_path, k) for k in b}
-    for code, keys in a_keys.items():
-        if code in b_keys:
-            yield from _compare(a[keys[-1]], b[keys[-1]], keys)
+def _compare_dicts(a: Mapping[Any, Any], b: Mapping[Any, Any], key_path: KeyPath) -> Iterator[str]:
+    for key in a:
+        if key in b:
+            yield from _compare(a[key], b[key], (*key_path, key))
         else:
-            yield keys, f'only in the first: {_format_keys(keys)}'
-    for code, keys in b_keys.items():
-        if code not in a_keys:
-            yield keys, f'only in the second: {_format_keys(keys)}'
-
-
-def _compare_lists(
-    a: Sequence[Any], b: Sequence[Any], key_path: KeyPath
-) -> Iterator[tuple[KeyPath, str]]:
-    "Yield a line for different lengths, and a single line for all entries that differ, as lists are long."
-    if len(a) != len(b):
-        yield key_path, f'{len(a)} and {len(b)} entries'
-    n = min(len(a), len(b))
-    firsts = [next(_compare(a[i], b[i], (*key_path, i)), None) for i in range(n)]
-    found = [first for first in firsts if first is not None]
-    if len(found) == 1:
-        yield found[0]
-    elif found:
-        entry, text = found[0]
-        first_line = _format_line(entry[len(key_path) :], text)
-        yield key_path, f'{len(found)} of {n} entries differ, first {first_line}'
+            yield f'only in the first: {_format_keys((*key_path, key))}'
+    for key in b:
+        if key not in a:
+            yield f'only in the second: {_format_keys((*key_path, key))}'
 
 
 def _compare_tensors(a: Tensor, b: Tensor) -> str:
@@ -276,9 +251,9 @@ def _compare_tensors(a: Tensor, b: Tensor) -> str:
         return values
     dtype = torch.complex128 if a.is_complex() else torch.float64
     gap = float((x.to(dtype) - y.to(dtype)).abs().max())
-    size = f'at most {gap:.2g}' if gap else 'in bits alone'
     first = [int(i) for i in np.unravel_index(int(indices[0]), a.shape)]
-    return f'{len(indices)} of {a.numel()} elements differ, {size} (first at {first}: {values})'
+    n = len(indices)
+    return f'{n} of {a.numel()} elements differ, at most {gap:.2g} (first at {first}: {values})'
 
 
 def _view_bytes(t: Tensor) -> Tensor:
@@ -293,10 +268,6 @@ def _describe(value: Any) -> str:
     return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
 
 
-def _describe_kind(value: Any) -> str:
-    return '' if isinstance(value, Tensor) else f' ({type(value).__name__})'
-
-
 def _format_number(t: Tensor) -> str:
     if t.is_floating_point() and t.itemsize < 4:
         t = t.float()  # NumPy has no bfloat16 and no float8
@@ -305,10 +276,6 @@ def _format_number(t: Tensor) -> str:
 
 def _get_dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix('torch.')
-
-
-def _format_line(key_path: KeyPath, text: str) -> str:
-    return text if text.startswith('only in') else f'{_format_keys(key_path)}: {text}'
 
 
 def _format_keys(key_path: KeyPath) -> str:

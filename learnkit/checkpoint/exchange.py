@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -25,12 +25,15 @@ from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, Weig
 from learnkit.core.model import bare_model, name_of, unwrap_partial
 from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
-from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.optim.wrapper import evaluation_weights
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
+
+# the Learner's arguments in a configuration
+OPTIONS = ('lr', 'wd', 'wd_bn_bias', 'moms', 'train_bn')
+
 
 # -- writing ---------------------------------------------------------------------------------------
 
@@ -53,27 +56,19 @@ def _collect_config(learn: Learner) -> dict[str, Any]:
     "Return a Learner's configuration as plain values: everything except weights, data and code."
     loss = unwrap_partial(learn.loss_func)
     vocab = getattr(learn.dls, 'vocab', None)
-    lr = learn.lr
-    if isinstance(lr, slice):
-        lr = {'slice': [lr.start, lr.stop]}
-    elif isinstance(lr, Mapping):
-        lr = {name: float(rate) for name, rate in lr.items()}
-    elif not isinstance(lr, Real):
-        lr = [*map(float, lr)]
     config = {
-        'version': VERSION,
-        'torch': str(torch.__version__),
         'model': type(bare_model(learn.model)).__name__,
         'loss_func': name_of(loss) if loss is not None else None,
         'activates': hasattr(loss, 'activation'),
         'n_inp': form_of(learn.dls, 'valid').n_inp,
         'vocab': None if vocab is None else [*vocab],
-        'lr': lr,
         'wd': learn.wd,
         'wd_bn_bias': learn.wd_bn_bias,
         'moms': tuple(learn.moms),
         'train_bn': learn.train_bn,
     }
+    if isinstance(learn.lr, Real):
+        config['lr'] = float(learn.lr)
     return {name: to_plain(value, name) for name, value in config.items()}
 
 
@@ -132,9 +127,8 @@ def build_learner(
         )
     if dls is None:
         dls = MissingData(device, path.parent, config.get('n_inp'), config.get('vocab'))
-    learn = make(
-        dls, built, loss_func, **{**_restore_options(config), 'path': path.parent, **kwargs}
-    )
+    options = {name: config[name] for name in OPTIONS if name in config}
+    learn = make(dls, built, loss_func, **{**options, 'path': path.parent, **kwargs})
     load_weights(built, stored.model)
     return learn
 
@@ -145,13 +139,9 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     model_config = config.get('model_config', {})
     arguments = ', '.join(f'{k}={v!r}' for k, v in model_config.items())
     if not callable(model):
-        name = config.get('model')
-        # a container such as nn.Sequential does not build the model
-        build = 'build' if hasattr(nn, str(name)) else name
         raise OptionError(
-            f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
-            f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
-            f'`{build}({arguments})`, which returns the {name}; this is model={model!r}.'
+            f'{path} holds the weights and configuration of a {config["model"]}, and no code. Say what builds the '
+            f'model: `load_learner(path, model=build)` calls `build({arguments})`; this is model={model!r}.'
         )
     try:
         built = model(**model_config)
@@ -161,13 +151,3 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     if isinstance(built, nn.Module):
         return built
     raise ModelError(f'model={model!r} built a {type(built).__name__}, not an nn.Module.')
-
-
-def _restore_options(config: dict[str, Any]) -> dict[str, Any]:
-    "Return the Learner's arguments in a configuration."
-    names = ('lr', 'wd', 'wd_bn_bias', 'moms', 'train_bn')
-    options: dict[str, Any] = {name: config[name] for name in names if name in config}
-    lr = options.get('lr')
-    if isinstance(lr, dict) and 'slice' in lr:
-        options['lr'] = slice(*lr['slice'])
-    return options

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -83,10 +82,6 @@ def write_state(
                 f.write(digest.encode())
     except (ValueError, TypeError, RecursionError) as e:
         raise CheckpointError(f'{path} was not written: {e}.') from None
-    except OSError as e:
-        if e.errno is not None and e.filename is None:
-            e.filename = os.fspath(path)
-        raise
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

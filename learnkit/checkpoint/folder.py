@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,9 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    try:
+    with suppress(CheckpointError, OSError):
         return read_info(path)
-    except (CheckpointError, OSError):
-        return {}
+    return {}
 
 
 def next_path(
@@ -121,7 +121,6 @@ def sort_by_score(checkpoints: Iterable[Entry]) -> list[Entry]:
 def find(
     which: Any,  # True, 'latest', 'best', or the path of a checkpoint or of a folder of checkpoints
     folder: Path,  # folder to search
-    digests: bool = True,  # verify digests, not only sizes, of the files of a sharded checkpoint
 ) -> Found | None:
     """Find, verify and load a checkpoint.
 
@@ -130,16 +129,16 @@ def find(
     does not exist, and if all checkpoints are damaged.
     """
     if isinstance(which, (str, Path)) and which not in ('latest', 'best'):
-        return _load_path(as_local_path(which), folder, digests)
+        return _load_path(as_local_path(which), folder)
     if which is not True and not isinstance(which, str):
         raise CheckpointError(
             f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
             'from `learn.checkpoint_state()`.'
         )
-    return _find_undamaged(folder, which, digests)
+    return _find_undamaged(folder, which)
 
 
-def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
+def _find_undamaged(folder: Path, which: Any) -> Found | None:
     checkpoints = entries(folder)
     candidates = sort_by_score(checkpoints) if which == 'best' else checkpoints
     if not candidates and which is True:
@@ -152,7 +151,7 @@ def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
     errors: list[str] = []
     for e in candidates:
         try:
-            found = e.path, *load_state(e.path, digests)
+            found = e.path, *load_state(e.path)
         except (DamagedError, FileNotFoundError) as error:
             errors.append(f'{error}')  # a file may have been removed since the folder was read
             continue
@@ -167,24 +166,24 @@ def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
     raise CheckpointError('\n  '.join([summary, *errors]))
 
 
-def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def load_state(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
     "Load a checkpoint, and check the files next to its file."
     state, info = read_state(path)
-    check_files(path, state, digests)
+    check_files(path, state)
     return state, info
 
 
-def _load_path(path: Path, folder: Path, digests: bool) -> Found | None:
+def _load_path(path: Path, folder: Path) -> Found | None:
     if not path.exists() and (folder / path).exists():
         path = folder / path
     if path.is_dir():
-        return _find_undamaged(path, 'latest', digests)
+        return _find_undamaged(path, 'latest')
     if not path.exists():
         names = [e.path.name for e in entries(folder)]
         suggestion = did_you_mean(path.name, ['latest', 'best', *names])
         raise CheckpointError(f'There is no checkpoint {path}.{suggestion}')
     try:
-        return path, *load_state(path, digests)
+        return path, *load_state(path)
     except DamagedError as e:
         raise DamagedError(
             f'{e} `resume={str(path.parent)!r}` resumes from the newest undamaged one there.'
@@ -208,7 +207,6 @@ def file_has_size(path: Path, size: int) -> bool:
 def check_files(
     path: Path,  # file of the checkpoint
     state: Mapping[str, Any],  # its state, with size and digest of the files, by their paths
-    digests: bool = True,  # verify digests, not only sizes
 ) -> None:
     "Raise `DamagedError` if a file in the folders next to a checkpoint's file is missing or damaged."
     shards = state.get('parts', {'files': {}})['files']
@@ -216,15 +214,9 @@ def check_files(
         folder = path.with_suffix(suffix)
         for name, (size, digest) in files.items():
             file = folder / name
-            problem = ''
-            if not file.resolve().is_relative_to(folder.resolve()):
-                raise damaged_error(path, f'it names a file {ascii(name)[:80]}')
-            if not file_has_size(file, size):
-                problem = 'is missing or was cut short'
-            elif digests and describe_file(file)[1] != digest:
-                problem = 'has another digest: bytes have changed'
-            if problem:
-                raise damaged_error(path, f'{folder.name}/{name} {problem}')
+            if not file_has_size(file, size) or describe_file(file)[1] != digest:
+                what = f'{folder.name}/{ascii(name)[:80]} is missing, or its bytes have changed'
+                raise damaged_error(path, what)
 
 
 def has_own_files(cb: Any) -> bool:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
-from learnkit.checkpoint.state import COUNTERS
-from learnkit.core.errors import CancelFitException, FitError, OptionError
-from learnkit.core.html import definitions, never_raising
+from learnkit.core.errors import CancelFitException, FitError
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.model import bare_model
 from learnkit.core.random import preserved_generators
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import epoch_length
@@ -29,14 +25,10 @@ from learnkit.data.loader_state import capture_loader_state, restore_loader_stat
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.callback_state import has_own_state, lost_attributes
-from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-# digests of attributes, by the class of their owner and their name
-Digests = dict[tuple[str, str], str]
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class ResumeCheck:
     stopped_after: int  # number of batches before the stop
     digest: str  # digest of the uninterrupted run's final state
     differences: list[str] = field(default_factory=list)  # differences of the resumed run's state
-    hints: list[str] = field(default_factory=list)  # values that no checkpoint holds
+    hints: list[str] = field(default_factory=list)  # values of callbacks that no checkpoint holds
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -62,26 +54,11 @@ class ResumeCheck:
                 f'Exact: {self.n_batches} batches without a stop and with one after {self.stopped_after} end in '
                 f'the same state (SHA-256 {self.digest[:12]}...).'
             )
-        return '\n  '.join(
-            [
-                f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
-                f'{self.stopped_after} (second) end in states that differ:',
-                *self.differences,
-                *self.hints,
-            ]
+        summary = (
+            f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
+            f'{self.stopped_after} (second) end in states that differ:'
         )
-
-    @never_raising
-    def _repr_html_(self) -> str:
-        result = {
-            'resumes': 'exactly, to the last bit' if self else 'not exactly',
-            'batches': self.n_batches,
-            'stopped after': self.stopped_after,
-            'SHA-256': f'{self.digest[:12]}...',
-            'differences': self.differences,
-            'hints': self.hints,
-        }
-        return definitions({name: value for name, value in result.items() if value != []})
+        return '\n  '.join([summary, *self.differences, *self.hints])
 
 
 class _StopAt(Callback):
@@ -93,15 +70,11 @@ class _StopAt(Callback):
     def __init__(self, n: int) -> None:
         self._n = n
         self.kept = dict[str, Any]()
-        self.hints = list[str]()
-        self.digests: Digests = {}
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
             return
         self.kept = self.learn.checkpoint_state()
-        self.hints = [hint for cb in self.learn.cbs for hint in list_hints(cb)]
-        self.digests = digest_attributes(self.learn)
         raise CancelFitException
 
 
@@ -116,22 +89,23 @@ def check_resume(
     if middle >= n:
         raise FitError(f'stop_after={stop_after} does not lie within {n_batches} batches.')
     check_not_running(learn)
-    if any(map(is_lazy, learn.model.parameters())):
-        raise FitError(
-            f'{type(bare_model(learn.model)).__name__} has parameters without values: pass a batch through it first.'
-        )
     per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n
 
-    def train(until: int, resume: Any = False) -> _StopAt:
+    hints = list[str]()
+
+    def train(until: int, resume: Any = False) -> dict[str, Any]:
         stop = _StopAt(until)
         with _as_new_process(learn), deferred.paused():
             if resume is not False:
-                _seed_from_entropy()
+                torch.seed()
+                random.seed()
+                np.random.seed()
             learn.fit(n_epoch, cbs=stop, resume=resume)
+            hints[:] = [hint for cb in learn.cbs for hint in _list_hints(cb)]
         if not stop.kept:
             raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
-        return stop
+        return stop.kept
 
     writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
     with (
@@ -139,21 +113,16 @@ def check_resume(
         learn.lock,
         learn.removed_cbs(writers),
         TemporaryDirectory() as folder,
-        _replaced_path(learn, Path(folder)),
+        patch.object(learn, 'path', Path(folder)),
         learn.no_bar(),
         learn.no_logging(),
     ):
         uninterrupted = train(n)
         file = learn.path / 'state.ckpt'
-        write_state(file, train(middle).kept, {})
+        write_state(file, train(middle), {})
         resumed = train(n, read_state(file)[0])
-    found = differences(uninterrupted.kept, resumed.kept)
-    hints = uninterrupted.hints + [
-        f'`{name}` of {owner} differs as well: make it a buffer, or let a callback keep it.'
-        for (owner, name), value in uninterrupted.digests.items()
-        if resumed.digests.get((owner, name)) != value
-    ]
-    return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
+    found = differences(uninterrupted, resumed)
+    return ResumeCheck(n, middle, digest(uninterrupted), found, hints if found else [])
 
 
 @contextmanager
@@ -171,18 +140,7 @@ def _as_new_process(learn: Learner) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _replaced_path(learn: Learner, folder: Path) -> Iterator[None]:
-    "Set `learn.path` within the block, so that files of the runs are written there."
-    path = learn.path
-    learn.path = folder
-    try:
-        yield
-    finally:
-        learn.path = path
-
-
-def list_hints(cb: Any) -> list[str]:
+def _list_hints(cb: Any) -> list[str]:
     "Return a line for each attribute of a callback without `state_dict` that no checkpoint holds."
     if has_own_state(cb):
         return []
@@ -191,22 +149,3 @@ def list_hints(cb: Any) -> list[str]:
         'give it `state_dict` and `load_state_dict`.'
         for name, value in lost_attributes(cb).items()
     ]
-
-
-def digest_attributes(learn: Learner) -> Digests:
-    "Return digests of the public attributes of the model's modules and of the Learner that no checkpoint holds."
-    excluded = {*vars(nn.Module()), *STATE, *COUNTERS}
-    found: Digests = {}
-    for owner in (learn, *bare_model(learn.model).modules()):
-        for name, value in vars(owner).items():
-            if not name.startswith('_') and name not in excluded:
-                with suppress(OptionError):  # of values that have no digest
-                    found[type(owner).__name__, name] = digest(value)
-    return found
-
-
-def _seed_from_entropy() -> None:
-    "Seed the global random generators of torch, Python and NumPy from entropy."
-    torch.seed()
-    random.seed()
-    np.random.seed()

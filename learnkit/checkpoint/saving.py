@@ -102,9 +102,7 @@ def load(
     "Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner."
     learn.world.barrier()  # rank 0 may still be writing the file in `save`
     path = find_weights_path(learn, file, to_read=True)
-    if isinstance(device, int):
-        device = torch.device('cuda', device)
-    stored = read_weights(path, device)
+    stored = read_weights(path, None if device is None else torch.device(device))
     opt_state = choose_opt_state(stored, with_opt, path)
     with_loss = opt_state is not None and has_weights(learn.loss_func)
     stored = Stored(stored.model, opt_state, stored.loss_func if with_loss else None)
@@ -135,13 +133,11 @@ def ensure_optimizer(learn: Learner, needed: bool) -> Iterator[None]:
 
 
 def find_weights_path(learn: Learner, file: Any, to_read: bool = False) -> Path:
-    "Return the path of a weights file. A file to read may have another suffix, or end in `.pth.pth`, as in fastai."
+    "Return the path of a weights file. A file to read may have another suffix."
     folder = learn.path / as_local_path(learn.model_dir)
     path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
-    if not to_read or path.is_file():
-        return path
-    alternatives = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder / file))
-    return next((p for p in alternatives if p.is_file()), path)
+    given = Path(os.path.abspath(folder / file))
+    return given if to_read and given.is_file() and not path.is_file() else path
 
 
 def check_weights_path(learn: Learner, file: str | Path) -> None:
@@ -222,11 +218,9 @@ def _suggest_fix(differences: list[str]) -> str:
     kinds = {d.partition(':')[0].split()[0] for d in differences}
     if kinds == {'optimizer'}:
         return ' Pass `with_opt=False` for the weights alone.'
-    # names that are only missing, or only unexpected, may be intended; both mean another model
-    fits_loosely = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
-    if fits_loosely:
+    if kinds <= {'missing', 'unexpected', 'dtype'}:
         return ' Pass `strict=False` to load what fits by name.'
-    return ' It is of another model: build that with the sizes and layers it had when it was saved.'
+    return ' Build the model with the sizes and layers that it had when it was saved.'
 
 
 # -- programs for serving --------------------------------------------------------------------------
@@ -257,14 +251,10 @@ def make_zero_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
 
 
 def copy_to_cpu(model: nn.Module) -> nn.Module:
-    "Return the model if it is on the CPU, otherwise a copy on the CPU, without using device memory."
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(t.device.type == 'cpu' for t in tensors):
+    "Return the model if it is on the CPU, otherwise a copy on the CPU."
+    if all(t.device.type == 'cpu' for t in (*model.parameters(), *model.buffers())):
         return model
-    copies: dict[int, Any] = {id(t): t.detach().cpu() for t in tensors}
-    for p in model.parameters():
-        copies[id(p)] = nn.Parameter(copies[id(p)], requires_grad=p.requires_grad)
-    return deepcopy(model, copies)
+    return deepcopy(model).cpu()
 
 
 def export_program(

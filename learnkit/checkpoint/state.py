@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,8 @@ from learnkit.checkpoint.weights import (
     load_stored,
 )
 from learnkit.core.errors import CheckpointError, add_note
-from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
+from learnkit.core.model import bare_model
+from learnkit.core.plain import as_plain, identify_memory, to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
@@ -63,17 +63,6 @@ if TYPE_CHECKING:
 
 # attributes of the loop that are saved without conversion
 COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
-ENTRIES = (
-    'model',
-    'loss_func',
-    'optimizer',
-    'grads',
-    'frozen',
-    'loop',
-    'rng',
-    'position',
-    'callbacks',
-)
 
 
 def checkpoint_state(learn: Learner) -> dict[str, Any]:
@@ -107,13 +96,9 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
     within_epoch = SAVE_POINTS.get(point) == 'batch'
-    trained = _collect_trained(learn)
     state = {
-        **trained,
-        'buffers': _collect_loose_buffers(learn.model, trained['model']),
-        'grads': {
-            str(i): _to_plain_grad(p.grad) for i, p in enumerate(params) if p.grad is not None
-        },
+        **_collect_trained(learn),
+        'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
         'frozen': {
             'names': [name for name, p in named if not p.requires_grad],
             'frozen_idx': getattr(opt, 'frozen_idx', 0),
@@ -156,7 +141,7 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         'seconds': learn.finished('sec'),
         'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
         'fitting_size': learn.microbatches.fitting_size,
-        'evaluations': learn.evaluations.state_dict(before=point in ('within', 'evaluation')),
+        'evaluations': learn.evaluations.state_dict(),
     }
 
 
@@ -179,7 +164,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
     else:
         folders = list_checkpoint_folders(learn)
         folder = folders[0] if folders else learn.path / 'checkpoints'
-        found = find(resume, folder, learn.world.is_first)
+        found = find(resume, folder)
         if found is None:
             if not folders:
                 warn_user(
@@ -215,8 +200,6 @@ def begin_resume(learn: Learner, resume: ResumeState) -> None:
     learn.resumed = True
     if r.at == 'batch':
         r.next_batch = r.loop['n_drawn']
-    elif r.at == 'evaluation':
-        r.next_batch = r.loop['n_iter'] or 0
     _warn_of_differences(learn, r)
 
 
@@ -247,14 +230,13 @@ def _describe_next(learn: Learner, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop = r.loop
     n = learn.n_epoch
-    i = loop['epoch'] + (r.at == 'epoch')
-    if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
-        return f'after epoch {i - 1}, its last.'
     total = f' of {n}' if n else ''
-    if r.at == 'epoch':
-        return f'with epoch {i}{total}.'
-    batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
-    return f'in epoch {i}{total}, after {batches} batches.'
+    if r.at == 'batch':
+        n_iter = f' of {loop["n_iter"]}' if loop['n_iter'] else ''
+        return f'in epoch {loop["epoch"]}{total}, after {loop["n_drawn"]}{n_iter} batches.'
+    if loop['stopping'] or loop['epoch'] + 1 == n:
+        return f'after epoch {loop["epoch"]}, its last.'
+    return f'with epoch {loop["epoch"] + 1}{total}.'
 
 
 def _check_fits(learn: Learner, r: ResumeState) -> None:
@@ -306,7 +288,6 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     learn.resumed = False
     state = resume.state
     load_stored(learn, _find_trained(state))
-    _restore_loose_buffers(learn.model, state.get('buffers', {}))
     _restore_flags(learn, state)
     with _roll_back_on_error(learn, resume):
         _restore_counters(learn, resume.loop)
@@ -328,7 +309,11 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     learn.passes.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:
-        learn.pct_train = _compute_share(learn, loop) if n_epoch else pct_train
+        learn.pct_train = pct_train
+        if n_epoch:
+            is_within = loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch'
+            epoch_share = loop['n_drawn'] / loop['n_iter'] if is_within else 1.0
+            learn.pct_train = (loop['epoch'] + epoch_share) / n_epoch
     learn.run.stopping = loop['stopping']
     learn.counters.load_units(loop['done'])
     learn.microbatches.fitting_size = loop['fitting_size']
@@ -375,73 +360,21 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
         return
     for i, p in enumerate(opt.parameters()):
         grad = state['grads'].get(str(i))
-        p.grad = (
-            None if grad is None else distribute_like(_to_tensor(grad), p).to(p.device, copy=True)
-        )
-
-
-def _compute_share(learn: Learner, loop: Mapping[str, Any]) -> float:
-    "Return the completed share of this fit if its length differs from the checkpoint's."
-    epoch_share = 1.0
-    if loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch':
-        epoch_share = loop['n_drawn'] / loop['n_iter']
-    share: float = (loop['epoch'] + epoch_share) / learn.n_epoch
-    return share
+        p.grad = None if grad is None else distribute_like(grad, p).to(p.device, copy=True)
 
 
 def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
-    "Return a checkpoint's state if it has all entries; otherwise raise `CheckpointError`."
-    present = state if isinstance(state, Mapping) else ()
-    missing = [e for e in ENTRIES if e not in present]
-    if not missing:
+    "Return a checkpoint's state; raise `CheckpointError` for anything else."
+    if isinstance(state, Mapping) and {'model', 'optimizer', 'loop', 'rng'} <= state.keys():
         return state
     raise CheckpointError(
-        f'{path or "This state"} is not a checkpoint of a Learner: it lacks {", ".join(missing)}. '
-        'Weights alone are loaded by `learn.load(path)`.'
+        f'{path or "This state"} is not a checkpoint of a Learner. Weights alone are loaded by `learn.load(path)`.'
     )
 
 
-def _collect_loose_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:
-    "Return the non-persistent buffers, which a state dict leaves out, as far as a file can hold them."
-    named = bare_model(model).named_buffers(remove_duplicate=False)
-    return {k: b for k, b in named if k not in saved and type(b) is Tensor and is_dense(b)}
-
-
-def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    modules = dict(bare_model(model).named_modules())
-    for place, value in buffers.items():
-        path, _, name = place.rpartition('.')
-        if path not in modules or not hasattr(modules[path], name):
-            continue
-        module = modules[path]
-        buffer = getattr(module, name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            setattr(module, name, value.to(model_device(module, None), copy=True))
-        elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
-            buffer.copy_(value)
-
-
-def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
-    "Return a gradient in a form that a file can hold; a sparse gradient becomes the arguments that rebuild it."
-    if not grad.is_sparse:
-        return grad
-    # not coalesced, which would add up in another order
-    return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
-
-
-def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
-    if isinstance(grad, Tensor):
-        return grad
-    return torch.sparse_coo_tensor(**grad, check_invariants=True)
-
-
-def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
-    """Return a nested state with its tensors copied to host memory; tensors that share memory are copied once.
-
-    `buffers`, if kept from call to call, holds the tensors of the last copy, which are reused for the same tensors.
-    """
-    copies: dict[Any, tuple[Tensor, Tensor]] = {}  # copy and original, by memory
-    buffers = {} if buffers is None else buffers
+def copy_to_host(state: Any) -> Any:
+    "Return a nested state with its tensors copied to host memory; tensors that share memory are copied once."
+    copies: dict[Any, Tensor] = {}  # by memory
 
     def copy(value: Any) -> Any:
         if type(value) is int:  # first, because Python's random state has 625 of them
@@ -451,22 +384,17 @@ def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
         if isinstance(value, Tensor):
             key = identify_memory(value)
             if key not in copies:
-                new = buffers.get(key)
-                if new is None:
-                    new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
-                copies[key] = new, value.detach()
-            return copies[key][0]
+                new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
+                copies[key] = new.copy_(value, non_blocking=value.is_cuda)
+            return copies[key]
         if isinstance(value, Mapping):
             return {k: copy(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(map(copy, value))
         return value
 
-    copied = copy(state)
-    buffers.clear()
     with torch.no_grad():
-        for key, (new, original) in copies.items():
-            buffers[key] = new.copy_(original, non_blocking=True)
-    if any(original.is_cuda for _, original in copies.values()):
+        copied = copy(state)
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # once for all tensors
     return copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import ZipFile, is_zipfile
+from zipfile import ZipFile
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -48,7 +48,6 @@ def read_torch_file(
     problem = find_damage(path)
     if problem:
         raise WeightsError(f'{path} is damaged: {problem}. Nothing was loaded.')
-    _check_kind(path)
     try:
         # torch accepts pairs, which its type annotation lacks
         with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]
@@ -81,24 +80,6 @@ def find_damage(path: str | Path) -> str | None:
         except Exception as e:  # arbitrary bytes raise almost any type of error
             return f'{e}'.lower()
     return f'record {bad!a} is not as it was written' if bad else None
-
-
-def _check_kind(path: Path) -> None:
-    "Raise `WeightsError` for a program of torch, and for a file that `torch.save` did not write."
-    if not is_zipfile(path):
-        with path.open('rb') as f:
-            if f.read(1) != b'\x80':  # the start of a pickle
-                raise WeightsError(f"{path} is no file of torch's: it holds no saved weights.")
-        return
-    with ZipFile(path) as archive:
-        names = archive.namelist()
-    if any(n.endswith('/models/model.json') for n in names):
-        raise WeightsError(
-            f'{path} is a program that `learn.export` wrote: run it by `torch.export.load(path).module()(x)`, if you '
-            'trust it. Weights are written by `learn.save` and `learn.save_learner`.'
-        )
-    if any('/code/' in n for n in names):
-        raise WeightsError(f'{path} is a TorchScript program, and no weights: `torch.jit.load`.')
 
 
 def _list_unsafe_names(path: Path) -> list[str]:

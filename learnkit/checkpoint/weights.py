@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +28,6 @@ if TYPE_CHECKING:
 FORMAT = 1  # format of files written by `save_learner`
 LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
 SAFETENSORS = '.safetensors'  # suffix of files in that library's format
-SUFFIXES = ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS)  # of files of weights
-
-Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by name
 
 
 @dataclass
@@ -58,10 +52,7 @@ def read_weights(
     A `.safetensors` file has no checksums: only its sizes are verified. Raises `FileNotFoundError`, and `WeightsError`
     for a file that is damaged, is not a weights file, or requires code to be executed.
     """
-    if not path.exists():
-        raise _make_missing_error(path)
-    if not path.is_file():
-        raise WeightsError(f'{path} is a folder, and no file of weights.')
+    path.stat()  # raises `FileNotFoundError`
     if path.suffix == SAFETENSORS:
         return Stored(_read_safetensors(path, device))
     state = _read_checkpoint(path) if is_state_file(path) else read_torch_file(path, device)
@@ -76,16 +67,6 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         return load_parts(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None
-
-
-def _make_missing_error(path: Path) -> FileNotFoundError:
-    "Return the error for a missing file, with a note that names similar files in the folder."
-    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    names = [p.name for p in path.parent.glob('*') if p.suffix in SUFFIXES]
-    close = get_close_matches(path.name, names, cutoff=0.7)
-    if close:
-        error.add_note(f'The folder has {", ".join(close)}.')
-    return error
 
 
 def _split_state(state: Any, path: Path) -> Stored:
@@ -147,10 +128,7 @@ def write_safetensors(
             tensors[name] = t
         else:
             metadata[name] = first_name
-    try:
-        write_tensors(path, tensors, metadata)
-    except KeyError as e:  # a dtype that the library does not have
-        raise OptionError(f'{e} does not fit a file {SAFETENSORS}: use one with `.pth`.') from None
+    write_tensors(path, tensors, metadata)
 
 
 def _identify_memory(t: Any) -> Any:
@@ -239,9 +217,7 @@ def compare_weights(
         if name not in weights or not isinstance(t, Tensor) or is_lazy(t):
             continue
         value = weights[name]
-        if not isinstance(value, Tensor):
-            lines.append(f'type: {name} is a tensor, in the file {type(value).__name__}')
-        elif t.shape != value.shape:
+        if t.shape != value.shape:
             lines.append(f'shape: {name} is{_format_shape(t)}, in the file{_format_shape(value)}')
         elif t.dtype != value.dtype and strict:
             lines.append(f'dtype: {name} is {_format_dtype(t)}, in the file {_format_dtype(value)}')
@@ -335,53 +311,20 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return bare_model(model).named_parameters(remove_duplicate=False)
 
 
-def find_changed(
-    model: nn.Module,
-    trained: Collection[str],  # names of other parameters
-    digests: Digests,  # digests of earlier calls; new ones are added
-) -> set[str]:
-    """Return the names of the parameters whose values differ from those in the first call.
-
-    >>> model, digests = nn.Linear(2, 1).requires_grad_(False), {}
-    >>> find_changed(model, (), digests)
-    set()
-    >>> _ = model.bias.add_(1)
-    >>> find_changed(model, (), digests)
-    {'bias'}
-    """
-    changed = set()
-    weights = bare_model(model).state_dict()
-    for name, p in _named_params(model):
-        if name in trained or name not in weights or is_lazy(p):
-            continue
-        # a digest takes long to compute, and a tensor's version changes with each in-place write
-        version = None if p.is_inference() else (p._version, p.data_ptr(), p.dtype)
-        known = digests.get(name)
-        if known is not None and known[1] == version:
-            continue
-        value = digest(weights[name])
-        if known is not None and known[0] != value:
-            changed.add(name)
-        else:
-            digests[name] = value, version
-    return changed
-
-
 def leave_out_frozen_weights(
     model: nn.Module,
     state: dict[str, Any],  # state of a checkpoint
     trained: Collection[str],  # names of the parameters to keep
-    digests: Digests,  # digests of the other parameters, from `find_changed`
+    digests: dict[str, str],  # digests of the other parameters by name; new ones are added
 ) -> dict[str, Any]:
     "Return the state with digests instead of the weights of the other parameters. Buffers are kept."
     params = {name for name, _ in _named_params(model)} - {*trained}
-    frozen = params & state['model'].keys()
+    frozen = sorted(params & state['model'].keys())
+    for name in frozen:
+        if name not in digests:  # a digest takes long to compute
+            digests[name] = digest(state['model'][name])
     weights = {name: value for name, value in state['model'].items() if name not in frozen}
-    return {
-        **state,
-        'model': weights,
-        LEFT_OUT: {name: digests[name][0] for name in sorted(frozen)},
-    }
+    return {**state, 'model': weights, LEFT_OUT: {name: digests[name] for name in frozen}}
 
 
 def add_frozen_weights(

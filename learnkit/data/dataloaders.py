@@ -24,7 +24,7 @@ from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.data.show import first_batch, first_samples, own_method, show_samples
 from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows
-from learnkit.data.torch_loader import iterates_as_torch, rebuild_without_workers, torch_in_order
+from learnkit.data.torch_loader import iterates_as_torch, torch_in_order
 
 
 def default_device() -> torch.device:
@@ -169,7 +169,6 @@ class DataLoaders:
         )
 
     @classmethod
-    @check_keywords
     def from_tensors(
         cls,
         train: Any,  # (x, y), a tuple of tensors, arrays or data frames, or a dict of them by name
@@ -180,10 +179,7 @@ class DataLoaders:
         drop_last: bool = False,  # drop a smaller last training batch
         seed: int | None = None,  # seed of the training order; None: drawn from torch's generator
         device: torch.device | str | None = None,  # device of the tensors; None: unchanged
-        path: str | Path = '.',  # as in `DataLoaders`, like the next three
-        n_inp: int | Mapping[str, int] | None = None,
-        n_iter: int | None = None,
-        targets: str | Iterable[str] | None = None,
+        **kwargs: Any,  # `path`, `n_inp`, `n_iter`, `targets`, as in `DataLoaders`
     ) -> Self:
         """Make a `TensorLoader` of each set of tensors.
 
@@ -211,15 +207,7 @@ class DataLoaders:
             valid_loader = {name: load(tensors) for name, tensors in valid.items()}
         elif valid is not None:
             valid_loader = load(valid)
-        return cls(
-            train_loader,
-            valid_loader,
-            device=device,
-            path=path,
-            n_inp=n_inp,
-            n_iter=n_iter,
-            targets=targets,
-        )
+        return cls(train_loader, valid_loader, device=device, **kwargs)
 
     @property
     def valid(self) -> Any:
@@ -539,13 +527,7 @@ def as_dataloaders(dls: Any) -> Any:
     # a model has `train` too: a model passed by mistake is rejected below
     if hasattr(dls, 'train') and hasattr(dls, '__getitem__') and not isinstance(dls, nn.Module):
         return dls
-    if not isinstance(dls, tuple):
-        return DataLoaders(dls)
-    if len(dls) in (1, 2):
-        return DataLoaders(*dls)
-    raise LoaderError(
-        f'A tuple of loaders is (train,) or (train, valid), not {len(dls)} entries: use DataLoaders.'
-    )
+    return DataLoaders(*dls) if isinstance(dls, tuple) else DataLoaders(dls)
 
 
 def decodes_batches(dl: Any) -> bool:
@@ -566,7 +548,7 @@ def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
 def check_loaders(dls: Any) -> None:
     """Raise `EmptyLoaderError` if a training or validation loader is empty.
 
-    Raise `BatchError` for a validation loader whose first batch does not have the declared form."""
+    Raise `BatchError` for a validation loader without workers whose first batch does not have the declared form."""
     for name, dl in [('train', dls.train), *evaluation_loaders(dls)]:
         check_not_empty(name, dl)
     if not isinstance(dls, DataLoaders):
@@ -576,11 +558,8 @@ def check_loaders(dls: Any) -> None:
         form = dls.batch_form(name)
         if form == BatchForm() or isinstance(dl, Iterator):
             continue
-        if getattr(dl, 'num_workers', 0):
-            if type(dl) is not DataLoader or isinstance(dl.dataset, IterableDataset):
-                continue
-            dl = rebuild_without_workers(dl)
-        form.split(first_batch(dl))
+        if not getattr(dl, 'num_workers', 0):
+            form.split(first_batch(dl))
 
 
 # -- checks of arguments ---------------------------------------------------------------------------
@@ -634,42 +613,25 @@ def check_dataset(name: str, ds: Any) -> None:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Return a device; raise `LoaderError` for one that is unknown, or that this machine or this torch does not have.
+    """Return a device; raise `LoaderError` for a GPU that this machine or this torch does not have.
 
     >>> check_device('cpu')
     device(type='cpu')
     """
-    try:
-        checked = torch.device(device)
-    except RuntimeError as e:
+    checked = torch.device(device)
+    if checked.type == 'cuda' and (checked.index or 0) >= torch.cuda.device_count():
         raise LoaderError(
-            f"device={device!r}: torch knows no such device. Write 'cuda', 'cuda:1', 'mps' or 'cpu'."
-        ) from e
-    n = None
-    if checked.type == 'cuda':
-        n = torch.cuda.device_count()
-    elif checked.type == 'mps':
-        n = int(torch.backends.mps.is_available())
-    if n is not None and (checked.index or 0) >= n:
-        raise LoaderError(
-            f"device='{checked}': torch {torch.__version__} finds {n} such devices, counted from 0. Leave `device` "
-            "out to take what there is, or give 'cpu'."
+            f"device='{checked}': torch {torch.__version__} finds {torch.cuda.device_count()} such devices. Leave "
+            "`device` out to take what there is, or give 'cpu'."
         )
     return checked
 
 
 def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    "Return target names as a tuple; raise `LoaderError` for anything but strings."
-    if targets is None:
-        return None
-    if isinstance(targets, str) or not isinstance(targets, Iterable):
-        targets = [targets]
-    names = tuple(targets)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise LoaderError(
-            f'DataLoaders(targets={targets!r}): give the names of entries of a dict batch.'
-        )
-    return names
+    "Return target names as a tuple."
+    if targets is None or isinstance(targets, str):
+        return None if targets is None else (targets,)
+    return tuple(targets)
 
 
 def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -> None:
@@ -684,13 +646,8 @@ def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -
     if not isinstance(n_inp, Mapping):
         check_count('n_inp', n_inp, error=LoaderError)
         return
-    for name, n in n_inp.items():
-        if name not in names:
-            known = ', '.join(map(repr, names))
-            raise LoaderError(
-                f'DataLoaders(n_inp={dict(n_inp)}): there is no loader {name!r}, only {known}.'
-            )
-        check_count(f'n_inp[{name!r}]', n, error=LoaderError)
+    if unknown := [name for name in n_inp if name not in names]:
+        raise LoaderError(f'n_inp={dict(n_inp)}: there is no loader {unknown[0]!r}, only {names}.')
 
 
 def check_no_loaders(name: str, dl: Any) -> None:
@@ -706,8 +663,7 @@ def check_no_loaders(name: str, dl: Any) -> None:
     if loaders:
         raise LoaderError(
             f'The loader {name!r} is a {type(dl).__name__} of {type(loaders[0]).__name__}, not of batches: '
-            'write a tuple `(train, valid)`, or `DataLoaders(train, valid)`. Several validation loaders are '
-            "a dict by name, `DataLoaders(train, {'day': day, 'night': night})`."
+            "write `DataLoaders(train, valid)`, or `DataLoaders(train, {'day': day, 'night': night})`."
         )
 
 
@@ -723,8 +679,6 @@ def convert_to_tensors(
     device: torch.device | str | None,
 ) -> tuple[Tensor, ...]:
     "Convert entries to tensors; raise `LoaderError` unless lengths and devices match."
-    if not entries:
-        raise LoaderError('TensorLoader needs at least one tensor.')
     tensors = tuple(as_rows(name, t, device) for name, t in entries.items())
     lengths = [len(t) for t in tensors]
     if len(set(lengths)) > 1:

@@ -23,13 +23,11 @@ class Evaluator:
         dl: Any,  # the validation loader
         every: str | int | Time | None = 'fit',  # interval; None: never; 'fit': the Learner's
         metrics: Any = None,  # metrics of the loader; None: the Learner's metrics
-        name: str | None = None,  # name of the loader, required in a list of several
     ) -> None:
         if isinstance(dl, Evaluator):
             raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
         self.dl = dl
         self.metrics = metrics
-        self.name = name
         self.every: Any = every if every == 'fit' else as_every(every)
         self._as_metrics: Any = None
 
@@ -38,9 +36,6 @@ class Evaluator:
         if self._as_metrics is None:
             self._as_metrics = convert(self.metrics)
         return self._as_metrics
-
-    def __repr__(self) -> str:
-        return f'Evaluator({type(self.dl).__name__}, every={str(self.every)!r})'
 
 
 def as_every(every: Any) -> Time | None:
@@ -56,18 +51,6 @@ def named_loaders(valid: Any) -> list[tuple[str, Any]]:
     "Return (name, loader) of each validation loader; raise `LoaderError` for an invalid name."
     if valid is None:
         return []
-    if isinstance(valid, (list, tuple)) and any(isinstance(dl, Evaluator) for dl in valid):
-        if others := [dl for dl in valid if not isinstance(dl, Evaluator)]:
-            raise LoaderError(
-                f'The list of validation loaders has an Evaluator and a {type(others[0]).__name__}: wrap '
-                "each loader, `Evaluator(dl, name='day')`, or give a dict of loaders by name."
-            )
-        names = [dl.name or 'valid' for dl in valid]
-        if twice := [n for n in names if names.count(n) > 1]:
-            raise LoaderError(
-                f'Two validation loaders are called {twice[0]!r}: give each Evaluator its own name.'
-            )
-        valid = dict(zip(names, valid, strict=True))
     if not isinstance(valid, Mapping):
         return [('valid', valid)]
     if not valid:

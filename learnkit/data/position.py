@@ -14,25 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import chain, islice
+from copy import deepcopy
+from itertools import islice
 from typing import Any, Self
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
-from learnkit.core.plain import ATOMS, map_plain
-from learnkit.core.random import (
-    capture_rng,
-    preserved_rng,
-    restore_rng,
-)
+from learnkit.core.plain import to_plain
+from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
-from learnkit.data.loader_state import capture_loader_state, find_own_parts, restore_loader_state
+from learnkit.data.loader_state import capture_loader_state, list_parts, restore_loader_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
@@ -45,7 +39,6 @@ from learnkit.data.torch_loader import (
 )
 
 State = dict[str, Any]
-_ARRAY = '__array__'  # key that marks a tensor made of a NumPy array
 _END = object()  # marks the end of a loader, as the default of `next`
 
 
@@ -75,8 +68,6 @@ class LoaderPosition:
         self.n_before = n_before
         # states of all generators just before `iter(dl)`; None before `begin`
         self.start: State | None = None
-        # states of the global generators just before the first batch, if they draw the order then
-        self.first: State | None = None
         self.n_workers = getattr(dl, 'num_workers', 0) or 0
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
@@ -109,32 +100,18 @@ class LoaderPosition:
             self._restore_between_epochs(state['workers_run'])
         else:
             self.start = state['start']
-            self.first = state['first']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
 
-    def begin(
-        self,
-        draws_between: bool = True,  # whether random numbers may be drawn before the first batch
-    ) -> Iterator[Any]:
+    def begin(self) -> Iterator[Any]:
         """Return the iterator over the remaining batches of the epoch.
 
         Raises `CheckpointError` if the epoch ends before the batch of a resumed position."""
-        is_resumed = self.start is not None
-        if is_resumed:
-            batches = self._resume_epoch()
-        else:
-            self._workers_ran = self.workers > 0 and workers_run(self.dl)
-            self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
-            batches = iter(self.dl)
-        if self.first is not None or self._n_skipped or not (is_resumed or draws_between):
-            return batches
-        return chain(self._capture_first(), batches) if _may_draw_late(self.dl) else batches
-
-    def _capture_first(self) -> Iterator[Any]:
-        "Capture the global generators when the first batch is drawn; yield nothing."
-        self.first = capture_rng()
-        yield from ()
+        if self.start is not None:
+            return self._resume_epoch()
+        self._workers_ran = self.workers > 0 and workers_run(self.dl)
+        self.start = _capture(self.dl, with_global=True)
+        return iter(self.dl)
 
     def state_dict(
         self,
@@ -142,27 +119,24 @@ class LoaderPosition:
     ) -> State:
         """Return the position after `n_drawn` batches as tensors and plain values, without the global generators.
 
-        Raises `CheckpointError` for a loader whose own state would not load safely."""
+        Raises `OptionError` for a loader whose own state would not load safely."""
         now = _capture(self.dl)
         if self.n_workers and self.start is not None:
             now['own'] = _without_samplers(now['own'])
-            now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
             state = _loader_state(self.dl)
             if state is not None:
-                now['loader'] = _mark_arrays(state, f'The state of {type(self.dl).__name__}')
+                now['loader'] = deepcopy(to_plain(state, f'The state of {type(self.dl).__name__}'))
         return {
             'loader': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
             'start': self.start,
-            'first': self.first,
             'now': now,
             'workers': self.workers,
             'workers_ran': self._workers_ran,
             'workers_run': self.n_workers > 0 and workers_run(self.dl),
-            'processes': self.dl.spec.size if isinstance(self.dl, Shard) else 1,
         }
 
     def indices(
@@ -178,7 +152,7 @@ class LoaderPosition:
         >>> position.indices(1)
         [2, 3]
         """
-        if self.start is None or not getattr(self.dl, 'in_order', True):
+        if self.start is None:
             return None
         with _preserved(self.dl):
             if _has_index_lists(self.dl):
@@ -200,14 +174,15 @@ class LoaderPosition:
         dl = self.dl
         if self.start is None or not n_drawn or not _has_index_lists(dl):
             return
-        if not dl.in_order and dl.num_workers:
-            _warn_of_order()
-            return
         if dl.persistent_workers:
-            _warn_of_persistent_workers()
-        parts = find_own_parts(_unshard(dl))
-        samplers = [type(part).__name__ for path, part in parts if belongs_to_sampler(path)]
-        if not samplers:
+            warn_user(
+                'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
+                'random samples will differ after a resume. Exact: persistent_workers=False.'
+            )
+        parts = [part for path, part in list_parts(_unshard(dl)) if belongs_to_sampler(path)]
+        own = [part for part in parts if not type(part).__module__.startswith('torch.')]
+        kinds = {type(part).__name__ for part in own}
+        if not kinds:
             return
         with _preserved(dl):
             drawn, drawn_again = (
@@ -215,9 +190,9 @@ class LoaderPosition:
             )
         if not are_equal(drawn, drawn_again, others=True):
             warn_user(
-                f'The sampler of the training loader ({", ".join(dict.fromkeys(samplers))}) gives other indices when '
-                'the order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
-                'batches. Let it keep its counts as numbers, and its random generators, in attributes.'
+                f'The sampler of the training loader ({", ".join(sorted(kinds))}) gives other indices when the order '
+                'of an epoch is drawn again: a resumed run will train on other batches. Let it keep its count of '
+                'passes as `epoch`, and its random generators, in attributes.'
             )
 
     # -- resuming from a position ------------------------------------------------------------------
@@ -229,7 +204,7 @@ class LoaderPosition:
             with preserved_rng():
                 _skip(dl, self.n_before)
         if 'loader' in self._own_state:
-            dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
+            dl.load_state_dict(deepcopy(self._own_state['loader']))
         _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
@@ -251,28 +226,25 @@ class LoaderPosition:
                 _skip(dl, self.n_before + n)
                 return dl
             if _has_index_lists(dl):
-                return self._resume_by_index(n, current)
+                return self._resume_by_index(n)
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
             elif 'loader' in self._own_state and not self._must_replay():
                 _restore(dl, self.start)  # the loader may draw its order again
-                dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
+                dl.load_state_dict(deepcopy(self._own_state['loader']))
                 batches = iter(dl)
             else:
-                return self._replay(n, current)
+                return self._replay(n)
             _restore_own_state(dl, self._own_state)
             return batches
         finally:
             restore_rng(current)
 
-    def _resume_by_index(self, n: int, current: State) -> Iterator[Any]:
+    def _resume_by_index(self, n: int) -> Iterator[Any]:
         dl = self.dl
-        if not dl.in_order and dl.num_workers:
-            _warn_of_order()
         if self._must_replay() and not self._workers_ran:
-            return self._replay(n, current)
-
+            return self._replay(n)
         lists = self._restart_index_lists()
         _skip(lists, n)
         _restore_own_state(dl, self._own_state)
@@ -286,14 +258,11 @@ class LoaderPosition:
     def _restart_index_lists(self) -> Iterator[Any]:
         "Start the epoch's sampler as torch did, with every generator restored to the start of the epoch."
         dl = self.dl
-        first = None if self.workers else self.first
         _restore(dl, self.start)
         if isinstance(dl, Shard):
-            return self.dl.batch_lists(self.workers, self._workers_ran, first)
-        lists = start_lists(dl, self.workers, self._workers_ran)
-        if first is not None:
-            restore_rng(first)
-        return lists
+            lists: Iterator[Any] = get_index_sampler(self.dl).begin(self.workers, self._workers_ran)
+            return lists
+        return start_lists(dl, self.workers, self._workers_ran)
 
     def _must_replay(self) -> bool:
         "Return True if workers have to fetch consumed samples again, so that their generators advance."
@@ -308,17 +277,12 @@ class LoaderPosition:
             return False
         return self.n_workers > 0
 
-    def _replay(self, n: int, current: State) -> Iterator[Any]:
+    def _replay(self, n: int) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
         dl = self.dl
         _restore(dl, self.start)
         batches = iter(dl)
-        if self.first is not None:
-            with dl.order if isinstance(dl, Shard) else nullcontext():
-                restore_rng(self.first)
-        after_first = _skip(batches, n)
-        if isinstance(getattr(dl, 'dataset', None), IterableDataset):
-            _warn_of_shared_draws(after_first, current)
+        _skip(batches, n)
         _restore_own_state(dl, self._own_state)
         return batches
 
@@ -328,11 +292,6 @@ class LoaderPosition:
 
 def _is_tensor_loader(dl: Any) -> bool:
     return isinstance(dl, TensorLoader) and type(dl).__iter__ is TensorLoader.__iter__
-
-
-def _draws_from_own_generator(dl: Any) -> bool:
-    "Return True for a TensorLoader, unless `shuffle` was set later: then it draws from torch's global generator."
-    return type(dl) is TensorLoader and (dl.generator is not None or not dl.shuffle)
 
 
 def _has_index_lists(dl: Any) -> bool:
@@ -350,27 +309,15 @@ def _has_state(dl: Any) -> bool:
 
 
 def _loader_state(dl: Any) -> Any:
-    """Return `dl.state_dict()`; warn and return None if `state_dict` raises.
-
-    accelerate's loaders raise if the wrapped loader has no `state_dict`.
-    """
+    "Return `dl.state_dict()`, or None with a warning if it raises, as accelerate's loaders may."
     try:
         return dl.state_dict()
     except Exception as e:
         warn_user(
-            f'{type(dl).__name__}.state_dict() raised {type(e).__name__}: {e}. The position of the '
-            'training loader is saved without that state: a resumed run draws its batches from the '
-            "epoch's start again, which is exact only if they come in the same order again."
+            f'{type(dl).__name__}.state_dict() raised {type(e).__name__}: {e}. A resumed run draws the batches from '
+            "the epoch's start again, which is exact only if they come in the same order."
         )
         return None
-
-
-def _may_draw_late(dl: Any) -> bool:
-    "Return True if a loader may draw the random order of the epoch with its first batch."
-    if type(dl) in (list, tuple) or isinstance(dl, Iterator) or _is_tensor_loader(dl):
-        return False
-    # a shard draws from generators that no other code uses
-    return not isinstance(dl, Shard) and not (_has_index_lists(dl) and dl.num_workers)
 
 
 def _unshard(dl: Any) -> Any:
@@ -393,39 +340,17 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     }
 
 
-_ENTRIES: dict[str, Any] = {
-    'loader': dict,
-    'n': int,
-    'n_before': int,
-    'start': (dict, type(None)),
-    'first': (dict, type(None)),
-    'now': dict,
-    'workers': int,
-    'workers_ran': bool,
-    'workers_run': bool,
-}
-
-
 def check_position(dl: Any, state: Mapping[str, Any]) -> None:
-    "Raise `CheckpointError` for an invalid position, or for the position of another loader."
-    if not isinstance(state, Mapping) or any(
-        not isinstance(state.get(k), kind) for k, kind in _ENTRIES.items()
-    ):
-        raise CheckpointError(
-            'The checkpoint has no position in its data that this version understands.'
-        )
+    "Raise `CheckpointError` for the position of another loader."
     with _preserved(dl):
         # the length of a loader may depend on the epoch
         restore_loader_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved = state['loader']
         now = describe_drawn(dl)
-    saved_size = state.get('processes', 1)
-    size = dl.spec.size if isinstance(dl, Shard) else 1
     differences = [
-        f'{name} {_format_size(name, saved.get(name), saved_size)}, '
-        f'now {_format_size(name, now[name], size)}'
-        for name in now
-        if saved.get(name) != now[name]
+        f'{name} {saved.get(name)}, now {value}'
+        for name, value in now.items()
+        if saved.get(name) != value
     ]
     if differences:
         raise CheckpointError(
@@ -433,17 +358,6 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
             f'{"; ".join(differences)}. Give the data and the loader that it had, or begin a new fit with '
             'its weights.'
         )
-    if now['batches'] is not None and not 0 <= state['n'] <= now['batches']:
-        raise CheckpointError(
-            f'The checkpoint was taken after {state["n"]} batches of an epoch that has '
-            f'{now["batches"]}.'
-        )
-
-
-def _format_size(name: str, value: Any, processes: int) -> str:
-    if name == 'batch size' and processes > 1:
-        return f'{value} (of all {processes} processes)'
-    return str(value)
 
 
 # -- generators ------------------------------------------------------------------------------------
@@ -482,7 +396,7 @@ def _restore_own_state(dl: Any, state: State) -> None:
 
 
 def _without_samplers(own: State) -> State:
-    "Drop the generators or counts of samplers, which run ahead of the workers and are restored by drawing again."
+    "Drop the generators of samplers, which run ahead of the workers and are restored by drawing again."
     return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
 
 
@@ -497,87 +411,11 @@ def _preserved(dl: Any) -> Iterator[None]:
             _restore(dl, state)
 
 
-def _warn_of_shared_draws(
-    after_first: State | None,  # global generators after the first skipped entry
-    current: State,  # global generators of the resumed run
-) -> None:
-    "Warn if a data set draws from a global generator during the epoch, and other code does too."
-    if after_first is None:
-        return
-    after_last = capture_rng()
-    moved = [k for k, state in after_first.items() if not are_equal(state, after_last[k])]
-    shared = [k for k in moved if k in current and not are_equal(after_last[k], current[k])]
-    if shared:
-        warn_user(
-            f'The data set of the training loader keeps drawing from the global generator of {" and ".join(shared)}, '
-            'and so does other code: what comes next may differ from an uninterrupted run. Give it its own generator.'
-        )
-
-
-def _warn_of_order() -> None:
-    warn_user(
-        'A DataLoader with in_order=False gives batches as its workers finish them, so the batches not yet '
-        'trained on are not known: some come twice and some not at all in the epoch that is resumed. '
-        'Exact: in_order=True.'
-    )
-
-
-def _warn_of_persistent_workers() -> None:
-    warn_user(
-        'The random generators of persistent workers run on from epoch to epoch and cannot be restored: samples that '
-        'are fetched with random numbers will differ after a resume. Exact: persistent_workers=False.'
-    )
-
-
-# -- skipping --------------------------------------------------------------------------------------
-
-
-def _skip(it: Iterator[Any], n: int) -> State | None:
-    "Draw `n` entries; return the states of the global generators after the first."
-    after_first = None
+def _skip(it: Iterator[Any], n: int) -> None:
+    "Draw `n` entries."
     for i in range(n):
         if next(it, _END) is _END:
             raise CheckpointError(
                 f'The training loader ended after {i} batches, and the checkpoint was taken after '
                 f'{n}: its data have changed. Give the data that it had.'
             )
-        if i == 0:
-            after_first = capture_rng()
-    return after_first
-
-
-# -- the state of a loader -------------------------------------------------------------------------
-
-
-def _mark_arrays(value: Any, where: str) -> Any:
-    "Copy a loader's state, with arrays as marked tensors. Raises `CheckpointError` for other objects."
-    return map_plain(value, _mark_leaf, where)
-
-
-def _mark_leaf(value: Any, where: str) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, ATOMS):
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
-        return {_ARRAY: torch.from_numpy(value.copy())}
-    raise CheckpointError(
-        f'{where} is a {type(value).__name__}, which would not load safely. Let the loader, its '
-        'sampler and its data set keep tensors, arrays, numbers, strings, and lists, tuples or '
-        'dicts of them.'
-    )
-
-
-def _unmark_arrays(value: Any) -> Any:
-    "Invert `_mark_arrays`."
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            return value[_ARRAY].numpy().copy()
-        return {k: _unmark_arrays(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_unmark_arrays, value))
-    return value

@@ -43,9 +43,9 @@ def show_samples(
         prefix = f'{name} ' if len(details) > 1 else ''
         columns.append([shorten(prefix + cell(value), 24) for value in values])
     titles = ['\n'.join(row) for row in zip(*columns, strict=True)]
-    if len(masks) > 1:
+    if masks:
         return draw_masks(images, masks, titles, vocab, figsize)
-    return draw_images(images, titles, wrong, next(iter(masks.values()), None), figsize)
+    return draw_images(images, titles, wrong, figsize)
 
 
 # -- samples of a loader ---------------------------------------------------------------------------
@@ -279,7 +279,6 @@ def draw_images(
     images: Tensor,  # (N, C, H, W) or (N, H, W)
     titles: Sequence[str] = (),  # title of each image
     wrong: Sequence[int] = (),  # indices of images with a frame and a bold title
-    masks: Tensor | None = None,  # segmentation masks (N, H, W), drawn over the images
     figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
     "Draw images in a grid, single-channel images in grayscale, and return the axes."
@@ -291,10 +290,6 @@ def draw_images(
     # a constrained layout of images cuts titles of several lines off in the first saved file (matplotlib 3.11)
     axs = new_axes(n, cols, size, 'compressed')
     draw_pictures(axs, pictures, titles)
-    if masks is not None:
-        largest = max(int(masks.max()), 1)
-        for ax, mask in zip(axs, masks, strict=True):
-            ax.imshow(mask.numpy(), cmap='viridis', vmin=0, vmax=largest, alpha=0.5)
     for i in wrong:
         axs[i].title.set(color=WRONG, fontweight='bold')
         for spine in axs[i].spines.values():

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from learnkit.core.batch import TARGET_NAMES, children_of, describe, find_bs, is_sample_list
 from learnkit.core.html import table, text_table
-from learnkit.core.optional import import_library
 
 MAX_COLUMNS = 10  # of a vector in a table
 MAX_CELL_CHARS = 60
@@ -37,10 +36,6 @@ class Table:
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), []))
-
-    def to_pandas(self) -> Any:
-        "Return a pandas DataFrame of the unrounded values; raise `MissingExtraError` without pandas."
-        return import_library('pandas', 'to_pandas').DataFrame(self.columns)
 
     def _format_rows(self) -> Iterator[list[str]]:
         "Yield the column names, then each row as strings."

@@ -112,10 +112,7 @@ def _check_numeric(name: object, array: np.ndarray[Any, Any], given: Any) -> Non
         if getattr(dtype, 'kind', 'O') not in 'biufc'
     ]
     where = f', of the columns {", ".join(odd)}' if odd else ''
-    if array.dtype.kind in 'mM':
-        fix = "make numbers of these times, `.astype('int64')`"
-    else:
-        fix = "encode classes, `pandas.factorize(y)[0]`, and make numbers of all else, `.astype('float32')`"
     raise LoaderError(
-        f'TensorLoader: entry {name!r} is {describe(array)}, no numbers{where}: {fix}.'
+        f'TensorLoader: entry {name!r} is {describe(array)}, no numbers{where}: encode classes, '
+        "`pandas.factorize(y)[0]`, and make numbers of all else, `.astype('float32')`."
     )

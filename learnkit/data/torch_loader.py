@@ -60,19 +60,6 @@ def rebuild_with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> D
     )
 
 
-def rebuild_without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
-    "Rebuild a loader so that it fetches the same batches in this process."
-    return rebuild_with_sampler(
-        dl,
-        get_index_sampler(dl),
-        num_workers=0,
-        persistent_workers=False,
-        timeout=0,
-        prefetch_factor=None,
-        multiprocessing_context=None,
-    )
-
-
 def get_index_sampler(dl: DataLoader[Any]) -> Any:
     "Return the sampler that a loader iterates: of batches of indices, or of indices without automatic batching."
     return dl.sampler if dl.batch_sampler is None else dl.batch_sampler

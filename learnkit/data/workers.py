@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from multiprocessing import context, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.shard import Shard
 
 _KINDS: dict[Any, type[Lasting]] = {}  # process class -> its replacement
 
@@ -24,8 +25,8 @@ def outlast_sigterm(
 ) -> Callable[[], None]:
     """Make workers started by these loaders ignore every SIGTERM that does not come from their parent process.
 
-    Ranks that train together stop only when all have agreed to stop. Until then, each rank needs its batches. A worker
-    still ends when its parent terminates it or has ended. Returns the function that restores the loaders. Does
+    A run that SIGTERM stops needs its batches until it has reached a point where it can be saved. A worker still ends
+    when its parent terminates it or has ended. Returns the function that restores the loaders. Does
     nothing on systems other than Linux, on which a worker cannot read the sender of a signal.
 
     >>> from learnkit import DataLoaders
@@ -35,29 +36,24 @@ def outlast_sigterm(
     (None, None)
     """
     contexts = []
-    for dl in (dls.train, *(dl for _, dl in evaluation_loaders(dls))):
-        for loader in _find_loaders_with_workers(dl):
-            ctx = loader.multiprocessing_context or get_context()
-            process_class = _KINDS.get(ctx.Process)
-            if process_class is None:
-                continue
-            contexts.append((loader, loader.multiprocessing_context))
+    loaders = [dls.train, *(dl for _, dl in evaluation_loaders(dls))]
+    for loader in loaders:
+        if isinstance(loader, Shard):
+            loaders.append(loader.source)
+        if not isinstance(loader, DataLoader) or not loader.num_workers:
+            continue
+        before = loader.multiprocessing_context
+        ctx = before or get_context()
+        if ctx.Process in _KINDS:
+            contexts.append((loader, before))
             loader.multiprocessing_context = copy(ctx)
-            loader.multiprocessing_context.Process = process_class
+            loader.multiprocessing_context.Process = _KINDS[ctx.Process]
 
     def restore() -> None:
         for loader, ctx in contexts:
             loader.multiprocessing_context = ctx
 
     return restore
-
-
-def _find_loaders_with_workers(dl: Any) -> Iterator[DataLoader[Any]]:
-    "Yield each torch DataLoader with workers: `dl`, and the loaders that `dl` is a shard of."
-    while dl is not None:
-        if isinstance(dl, DataLoader) and dl.num_workers:
-            yield dl
-        dl = getattr(dl, '__dict__', {}).get('whole')
 
 
 class Lasting(BaseProcess):

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError
-from learnkit.core.random import RNGState, restore_rng
 from learnkit.data.dataloaders import DataLoaders, TensorLoader, evaluation_loaders, n_batches
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
@@ -190,10 +189,6 @@ class TensorShard(Shard, TensorLoader):
 class IndexShard(Shard, DataLoader[Any]):
     "Shard of a DataLoader, which reads this rank's samples only; a `ShardSampler` yields the index lists."
 
-    def batch_lists(self, workers: int, workers_ran: bool, first: RNGState | None) -> Iterator[Any]:
-        "Start a pass over this rank's index lists, as `ShardSampler.begin` does."
-        return get_index_sampler(self).begin(workers, workers_ran, first)
-
 
 class ShardSampler:
     """Sampler of this rank's part of each round of the index lists of a loader's own sampler.
@@ -227,13 +222,10 @@ class ShardSampler:
         self,
         workers: int,  # number of workers of the pass, as for `start_lists`
         workers_ran: bool,  # whether persistent workers were running already
-        first: RNGState | None = None,  # global generators before the first list, if others drew
     ) -> Iterator[Any]:
         "Start a pass of the loader's sampler, and return an iterator over this rank's parts."
         with self.order:
             lists = start_lists(self.source, workers, workers_ran)
-            if first is not None:
-                restore_rng(first)
         return self._take_pieces(lists)
 
     def _take_pieces(self, lists: Iterator[Any]) -> Iterator[Any]:

@@ -150,7 +150,7 @@ class CallbackSet:
 
     def notify(
         self,
-        name: str,  # name of an optional method: 'on_added', 'on_evaluation' ...
+        name: str,  # name of an optional method: 'on_added', 'on_run_failed' ...
         *args: Any,  # arguments of the method
         to: Any = None,  # the callback; None: every callback
     ) -> None:

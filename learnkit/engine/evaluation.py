@@ -28,14 +28,12 @@ class EvaluationSchedule:
     def __init__(self) -> None:
         self.every: Time | None = None  # interval of loaders without their own; None: never
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
-        self.evaluated_before: dict[str, Timestamp] = {}  # the same before the last `list_due`
         self.fit_began = Timestamp()
         self.running = False  # True from before_eval to after_eval
 
     @contextmanager
     def opened(self, learn: Learner) -> Iterator[None]:
         "Mark an evaluation as running within a context."
-        learn.callbacks.notify('on_evaluation')
         outer = self.running  # True if a callback starts this evaluation in another one
         self.running = True
         try:
@@ -66,7 +64,6 @@ class EvaluationSchedule:
                     f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`."
                 )
         self.evaluated = {}
-        self.evaluated_before = {}
         self.fit_began = replace(learn.time, dur=0.0)
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
@@ -82,7 +79,6 @@ class EvaluationSchedule:
             ends = ends_iteration(learn)
             now = now.replace(ep=now.ep + 1, iter=now.iter + ends, dur=share)
         is_last = at_epoch_end and (learn.run.stopping or learn.epoch + 1 == learn.n_epoch)
-        self.evaluated_before = dict(self.evaluated)
         loaders = evaluation_loaders(learn.dls)
         return [(name, dl) for name, dl in loaders if self._is_due(learn, name, now, is_last)]
 
@@ -97,19 +93,16 @@ class EvaluationSchedule:
         self.evaluated[name] = now
         return True
 
-    def state_dict(self, before: bool = False) -> dict[str, Any]:
-        "Return the present state, or the state before the current evaluation."
-        evaluated = self.evaluated_before if before else self.evaluated
+    def state_dict(self) -> dict[str, Any]:
+        "Return when each loader was evaluated, and when the fit began."
         return {
-            'evaluated': {name: time.state_dict() for name, time in evaluated.items()},
+            'evaluated': {name: time.state_dict() for name, time in self.evaluated.items()},
             'fit_began': self.fit_began.state_dict(),
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the state that `state_dict` returned."
-        evaluated = {name: Timestamp.from_state_dict(t) for name, t in sd['evaluated'].items()}
-        self.evaluated = evaluated
-        self.evaluated_before = dict(evaluated)
+        self.evaluated = {name: Timestamp.from_state_dict(t) for name, t in sd['evaluated'].items()}
         self.fit_began = Timestamp.from_state_dict(sd['fit_began'])
 
 

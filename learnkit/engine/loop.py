@@ -87,7 +87,6 @@ class Loop(CallbackHost):
     def _do_epoch(self) -> None:
         __tracebackhide__ = True
         self._do_epoch_train()
-        self.seams.source.end_training(self)
         self.do_evaluation(self.evaluations.list_due(self, at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:

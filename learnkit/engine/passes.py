@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +44,6 @@ class Source:
     def end(self, learn: Learner) -> None:
         "End the pass, whether or not its loader is exhausted."
 
-    def end_training(self, learn: Learner) -> None:
-        "End the training of an epoch; its evaluation is next."
-
 
 def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
     "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
@@ -74,7 +70,6 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
         add_note(e, f'in {learn.phase} ({format_place(learn)})')
         end_workers(batches)
         forget_workers(learn.dl)
-        learn.callbacks.notify('on_draw_failed')
         raise
     finally:
         del batches  # or else a traceback keeps its worker processes running
@@ -220,8 +215,7 @@ class TrainingPasses(Source):
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
-        # only handlers of this event run between the start of the pass and its first batch
-        begin = partial(self.position.begin, bool(learn.tables[True]['before_draw']))
+        begin = self.position.begin
         self._current = read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
         return self._current
 

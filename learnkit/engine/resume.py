@@ -12,7 +12,6 @@ from typing_extensions import override
 from learnkit.core.errors import CheckpointError
 from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import list_running
-from learnkit.engine.evaluation import EvaluateWithinEpochs
 from learnkit.engine.passes import (
     Source,
     TrainingPasses,
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 # point of a checkpoint, and the point of the loop at which it is restored
 SAVE_POINTS = {
     'batch': 'batch',  # after a training batch
-    'within': 'batch',  # after a training batch, before an evaluation that is due
-    'evaluation': 'evaluation',  # after an epoch's training, before an evaluation that is due
     'epoch': 'epoch',  # after an epoch
     'iteration': 'epoch',  # after an epoch that ended an iteration
 }
@@ -90,7 +87,7 @@ class ResumedRun(Source):
     """Epochs and batches that remain of a resumed fit; it takes the place of the fit's own passes.
 
     The checkpoint is restored where it was taken: before the first remaining epoch, or in its epoch
-    before the first remaining batch or the evaluation.
+    before the first remaining batch.
     """
 
     def __init__(self, passes: TrainingPasses) -> None:
@@ -122,26 +119,15 @@ class ResumedRun(Source):
 
     @override
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
-        """Return the batches that remain of the epoch of the checkpoint, and all of any other epoch.
-
-        An interrupted evaluation after a batch is repeated first, followed by the checkpoint event of
-        the batch.
-        """
+        "Return the batches that remain of the epoch of the checkpoint, and all of any other epoch."
         r = learn.resuming
         if r is None or not (learn.training and learn.fitting):
             return self.passes.batches(learn)
         self.passes.prepare(learn)
         set_length(learn)
-        if r.at == 'evaluation':
-            return range(0), iter(())
         resume_at(learn, 'batch')
         self.passes.resume(learn.dls, r.state['position'])
         batches = self.passes.open(learn, continued=True)
-        if r.loop['place'] == 'within':
-            for cb in learn.cbs:
-                if isinstance(cb, EvaluateWithinEpochs):
-                    cb.after_batch()
-            learn('batch_checkpoint')
         if learn.run.stopping:
             return range(0), iter(())
         return set_length(learn, r.loop['n_drawn']), draw(learn, batches)
@@ -150,12 +136,6 @@ class ResumedRun(Source):
     def end(self, learn: Learner) -> None:
         self.passes.end(learn)
 
-    @override
-    def end_training(self, learn: Learner) -> None:
-        "Restore a checkpoint that was taken before the evaluation of the epoch."
-        if learn.resuming is not None:
-            resume_at(learn, 'evaluation')
-
 
 def resume_at(learn: Learner, point: str) -> None:
     "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
@@ -163,11 +143,9 @@ def resume_at(learn: Learner, point: str) -> None:
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
     if is_its_epoch and r.at == point:
-        if point == 'evaluation':
-            learn.passes.resume(learn.dls, r.state['position'])  # position of the next epoch
         r.restore(learn, r)
         return
-    if point == 'evaluation' or not is_its_epoch:
+    if not is_its_epoch:
         raise CheckpointError(
             f'The checkpoint was taken after batch {loop["iter"]} of epoch {loop["epoch"]}, and '
             'this fit did not get there: the epoch, or its training, was cancelled, or '

@@ -142,7 +142,7 @@ class Logger(Callback):
     def check(self) -> None:
         "Raise a typed error before training if writing would fail: by default, if `where` is a folder without access."
         if isinstance(self.where(), Path):
-            check_folder(self.where(), keep_new=True)
+            check_folder(self.where())
 
     def open(
         self,

@@ -27,8 +27,7 @@ from learnkit import (
 from learnkit.callbacks import Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint.compare import differences
-from learnkit.checkpoint.folder import entries, find, load_state
-from learnkit.core.plain import identify_memory
+from learnkit.checkpoint.folder import entries, load_state
 from learnkit.metrics import mae
 
 N = 5  # batches an epoch, of 4 samples each
@@ -105,7 +104,6 @@ def test_intervals_that_cannot_be_followed(options: dict[str, Any], tmp_path: Pa
         {'keep_best': -1},
         {'mode': 'less'},
         {'monitor': 'my_score'},
-        {'monitor': 3},
     ],
 )
 def test_options_that_cannot_be_followed(options: dict[str, Any]) -> None:
@@ -156,20 +154,6 @@ def test_the_newest_and_best(
         Checkpoint('1ep', tmp_path, keep_last, keep_best, mode=mode),
     ).fit(6)
     assert epochs(tmp_path) == expected
-
-
-def test_a_function_may_select_the_best(tmp_path: Path) -> None:
-    def far(learn: Any) -> float:
-        return abs(learn.epoch - 2.0)
-
-    with pytest.raises(OptionError, match="'far' are better: give mode="):
-        Checkpoint(monitor=far)
-    make(Checkpoint('2ba', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
-    found = find('best', tmp_path)
-    assert found and found[2]['monitor'] == 'far' and found[2]['value'] == 0.0
-    assert found[0].name.endswith('-ep3-ba15.ckpt'), 'the end of epoch 2'
-    make(Checkpoint('1ep', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
-    assert epochs(tmp_path)[-2:] == [3, 5]
 
 
 def test_without_validation_no_checkpoint_is_best(tmp_path: Path) -> None:
@@ -223,19 +207,6 @@ def test_nothing_there_yet_begins(tmp_path: Path) -> None:
     assert len(learn.history) == 1 and epochs(tmp_path / 'new') == [1]
     with pytest.raises(CheckpointError, match='There is no checkpoint'):
         make(path=tmp_path / 'x').fit(1, resume='latest')
-
-
-def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
-    make(Checkpoint('1ba', tmp_path)).fit(1)
-    newest = tmp_path / names(tmp_path)[-1]
-    newest.write_bytes(newest.read_bytes()[:-100])
-    learn = make(Checkpoint('1ba', tmp_path))
-    with pytest.warns(UserWarning, match=f'skipped; .*ba5.ckpt is used.\n.*{newest.name}'):
-        learn.fit(1, resume=True)
-    for p in tmp_path.glob('*.ckpt'):
-        p.write_bytes(b'PK')
-    with pytest.raises(CheckpointError, match='Every checkpoint in'):
-        learn.fit(1, resume=True)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -327,21 +298,6 @@ def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> No
     assert order[:3] == ['batch 1', 'written 1', 'batch 2'], (
         'the first returns at once, the second waits for it'
     )
-
-
-def test_host_memory_is_reused_during_a_fit_and_released_after_it(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def look_up(cb: Any) -> None:
-        seen.append(cb.learn.checkpoint._buffers[identify_memory(cb.learn.model[0].weight)])
-
-    look = Callback(batch_checkpoint=look_up)
-    look.order = 2000  # after the checkpoint
-    learn = make(look, Checkpoint('1ba', tmp_path))
-    learn.fit(1)
-    assert len(seen) == N and all(buffer is seen[0] for buffer in seen)
-    assert torch.equal(seen[0], learn.model[0].weight)
-    assert learn.checkpoint._buffers == {}
 
 
 def test_what_is_written_is_the_state_of_its_batch(writing: Any, tmp_path: Path) -> None:

@@ -128,22 +128,3 @@ def test_two_processes(tmp_path: Path) -> None:
     assert [same for same, _ in results] == [True, True]
     assert all("'fsdp'" in message for _, message in results)
     assert len(saved_weights(newest(tmp_path))) == 5
-
-
-def test_frozen_weights_that_a_callback_changes_are_kept(tmp_path: Path) -> None:
-    def make_changing(path: Path) -> Learner:
-        def change(cb: Callback) -> None:
-            if cb.train_iter == 7:
-                with torch.no_grad():
-                    cb.learn.model.base[0].weight.add_(0.01)
-
-        return make(path, Callback(after_step=change))
-
-    straight = make_changing(tmp_path)
-    straight.fit(2)
-    assert 'base.0.weight' in saved_weights(newest(tmp_path))
-    assert 'base.0.bias' not in saved_weights(newest(tmp_path))
-    for entry in entries(tmp_path / 'checkpoints'):
-        learn = make_changing(tmp_path / entry.path.stem)
-        learn.fit(2, resume=entry.path)
-        assert not differences(straight.checkpoint_state(), learn.checkpoint_state())

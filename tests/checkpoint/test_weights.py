@@ -21,18 +21,6 @@ def learner(path: Path) -> Learner:
     return Learner(dls, nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), path=path)
 
 
-def test_a_program_for_serving_is_distinguished_from_weights(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    path = learn.export('net')
-    assert path == tmp_path / 'net.pt2'
-    before = learn.model[0].weight.clone()
-    for load in (load_learner, learn.load):
-        with pytest.raises(WeightsError, match=r'is a program.*`torch.export.load\(path\)') as e:
-            load(path)
-        assert 'corrupted' not in str(e.value) and 'learn.save_learner' in str(e.value)
-    assert torch.equal(learn.model[0].weight, before)
-
-
 @pytest.mark.parametrize('name', ['m.pth', 'm.onnx'])
 def test_programs_have_their_own_suffix(name: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r'`\.pt2`.*`learn\.save_learner'):
@@ -41,19 +29,12 @@ def test_programs_have_their_own_suffix(name: str, tmp_path: Path) -> None:
 
 
 def test_other_files(tmp_path: Path) -> None:
-    text, archive, script = tmp_path / 'notes.pth', tmp_path / 'other.zip', tmp_path / 'script.pt'
+    text, archive = tmp_path / 'notes.pth', tmp_path / 'other.zip'
     text.write_text('Python 3')
     with ZipFile(archive, 'w') as z:
         z.writestr('readme.txt', 'hello')
-    with ZipFile(script, 'w') as z:
-        z.writestr('script/data.pkl', b'')
-        z.writestr('script/code/__torch__.py', b'')
-    for path, expected_text in (
-        (text, "no file of torch's"),
-        (archive, r'readme\.txt'),
-        (script, r'`torch\.jit\.load`'),
-    ):
-        with pytest.raises(WeightsError, match=expected_text):
+    for path in (text, archive):
+        with pytest.raises(WeightsError, match='cannot be read as weights'):
             load_learner(path)
 
 
@@ -67,7 +48,7 @@ def test_weights_with_another_suffix_are_found(tmp_path: Path) -> None:
 def test_a_learner_without_data(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     path = learn.save_learner()
-    with pytest.raises(OptionError, match=r'model=build\)` calls `build\(\)`.* Seq'):
+    with pytest.raises(OptionError, match=r'model=build\)` calls `build\(\)`'):
         load_learner(path)
     loaded = load_learner(path, model=learn.model, loss_func=nn.CrossEntropyLoss(), cpu=True)
     assert loaded.dls.device == torch.device('cpu') and repr(loaded.dls) == 'No data'

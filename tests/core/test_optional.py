@@ -13,7 +13,6 @@ from torch import nn
 from learnkit import ClassificationInterpretation, MissingExtraError
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import new_axes
-from learnkit.data.tables import Table
 from learnkit.testing import synth_learner
 
 
@@ -28,7 +27,6 @@ def interpret() -> ClassificationInterpretation:
     ('module', 'use', 'command'),
     [
         ('pandas', lambda: synth_learner().history.to_pandas(), 'pandas'),
-        ('pandas', lambda: Table({'a': [1]}).to_pandas(), 'pandas'),
         ('matplotlib', lambda: interpret().plot_confusion_matrix(), 'matplotlib'),
         ('matplotlib', lambda: new_axes(), 'matplotlib'),
         ('sklearn', lambda: interpret().print_classification_report(), 'scikit-learn'),

@@ -1,6 +1,5 @@
 """`DataLoaders`, and the in-memory `TensorLoader` compared with torch's DataLoader."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,7 +159,6 @@ def test_the_device_of_the_tensors() -> None:
 @pytest.mark.parametrize(
     ('make', 'error', 'text'),
     [
-        (lambda: TensorLoader(), LoaderError, 'at least one tensor'),
         (lambda: TensorLoader(X, Y[:3]), LoaderError, r'different lengths, \[10, 3\]'),
         (lambda: TensorLoader(X[:0]), EmptyLoaderError, 'empty'),
         (lambda: TensorLoader(X, bs=0), LoaderError, 'bs=0'),
@@ -438,23 +436,3 @@ def test_loaders_are_checked_before_a_fit() -> None:
     with pytest.raises(EmptyLoaderError, match="'train'"):
         check_loaders(dls)
     check_loaders(SimpleNamespace(train=iter([]), evaluation=[]))  # of unknown length
-
-
-class Recording(TensorDataset):
-    "Creates a file named by the process that reads a sample."
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(X, Y)
-        self.folder = folder
-
-    def __getitem__(self, i: Any) -> Any:
-        (self.folder / str(os.getpid())).touch()
-        return super().__getitem__(i)
-
-
-def test_the_first_batch_of_a_validation_loader_is_checked_without_its_workers(
-    tmp_path: Path,
-) -> None:
-    valid = DataLoader(Recording(tmp_path), 2, num_workers=1)
-    check_loaders(DataLoaders(BATCHES, valid, n_inp=1))
-    assert os.listdir(tmp_path) == [str(os.getpid())]

@@ -145,20 +145,6 @@ def test_without_its_process_any_signal_ends_it(tmp_path: Path) -> None:
         assert comes(lambda: has_ended(pid))
 
 
-def test_any_other_worker_ends_at_once() -> None:
-    "Test as in a process that trains alone."
-    batches = iter(loader('fork', persistent_workers=True))
-    worker = batches._workers[0]  # type: ignore[attr-defined]
-    next(batches)
-    before = signal.signal(signal.SIGCHLD, lambda *_: None)  # torch's would raise
-    try:
-        send_from_elsewhere(worker.pid)
-        worker.join(600)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert worker.exitcode == -signal.SIGTERM
-
-
 def test_loaders_are_as_they_were_afterwards() -> None:
     fork = loader('fork')
     default = DataLoader(Pids(), 2, num_workers=1)

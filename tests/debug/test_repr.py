@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from learnkit import Callback, Learner
-from learnkit.checkpoint.resume_check import ResumeCheck
 from learnkit.core.html import table
 from learnkit.testing import synth_learner
 
@@ -125,19 +124,3 @@ def test_a_look_never_raises() -> None:
     )
     half = Learner.__new__(Learner)  # as in a traceback of the constructor
     assert 'not known' in repr(half) and 'not known' in html_of(half)
-
-
-# -- the others
-
-
-def test_a_resume_check_lists_what_differs() -> None:
-    exact = ResumeCheck(8, 4, 'ab' * 32)
-    other = ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint'])
-    assert dict(rows_of(exact)) == {
-        'resumes': 'exactly, to the last bit',
-        'batches': '8',
-        'stopped after': '4',
-        'SHA-256': 'abababababab...',
-    }
-    assert dict(rows_of(other))['differences'] == 'weight <a>'
-    assert dict(rows_of(other))['hints'] == 'a hint'

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import (
     Callback,
@@ -22,7 +20,6 @@ from learnkit import (
 )
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import ParamScheduler, SchedCos
-from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.time import format_seconds
 from learnkit.metrics import RMSE, AccumMetric, mae
 from tests.helpers.clock import use_clock
@@ -57,7 +54,7 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
 
 
 class Take(Callback):
-    "Takes the state after some batches, after an epoch, or before an evaluation."
+    "Takes the state after some batches, or after an epoch."
 
     def __init__(self, after: int, event: str = 'batch_checkpoint') -> None:
         self.after, self.states = after, []
@@ -66,11 +63,6 @@ class Take(Callback):
     def _take(self) -> None:
         if self.learn.train_iter == self.after:
             self.states.append(self.learn.checkpoint_state())
-
-    def _before_evaluation(self) -> None:
-        learn, place = self.learn, 'within' if 'train' in self.learn.run.levels else 'evaluation'
-        if learn.train_iter == self.after:
-            self.states.insert(0, copy_to_host(collect_state(learn, place)))
 
     def state_dict(self) -> None:
         return None
@@ -137,16 +129,6 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
     assert [r['ba'] for r in other.recorder.evaluations] == expected
 
 
-@pytest.mark.parametrize('after', [3, 5, 8])
-def test_from_before_an_evaluation(after: int) -> None:
-    "3 is within an epoch, 5 after its training, and 8 has no evaluation next."
-    make = partial(learner, eval_every='3ba', metrics=[mae, Doubtful()])
-    straight, other = resumed(make, after)
-    assert_recorded_alike(straight, other)
-    straight, other = resumed(partial(learner, metrics=[mae, Doubtful()]), after)
-    assert_recorded_alike(straight, other)
-
-
 @pytest.mark.parametrize('microbatch', [2, 'auto'])
 def test_in_microbatches_and_between_two_steps(microbatch: Any) -> None:
     assert_recorded_alike(
@@ -168,20 +150,6 @@ def test_the_time_of_the_row_counts_both_parts_and_not_what_lay_between(
 
 
 # --------------------------------------------------------------------------- another set of metrics
-
-
-class Doubtful(Metric):
-    "Accumulates in a list attribute."
-
-    def reset(self) -> None:
-        self.all: list[Tensor] = []
-
-    def accumulate(self, learn: Any) -> None:
-        self.all.append(learn.pred.detach().sum())
-
-    @property
-    def value(self) -> Tensor:
-        return torch.stack(self.all).logsumexp(0)
 
 
 class Seen(Metric):
@@ -216,34 +184,3 @@ def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
     assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
-
-
-# ------------------------------------------------- loaders that draw their order at the first batch
-
-
-def shuffled_at_the_first_batch(*cbs: Callback) -> Learner:
-    torch.manual_seed(0)
-    x, y = data(20, 1)
-    train = DataLoader(TensorDataset(x, y), 4, shuffle=True)  # of torch's global generator
-    learn = Learner(DataLoaders(train), nn.Linear(3, 1), nn.MSELoss(), lr=0.05, cbs=cbs)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
-    return learn
-
-
-@pytest.mark.parametrize('draws', [False, True])
-def test_the_order_is_drawn_again_also_if_a_callback_draws_before_it(draws: bool) -> None:
-    def draw(cb: Callback) -> None:
-        torch.rand(3)
-
-    def draws_numbers() -> list[Callback]:
-        return [Callback(before_draw=draw)] if draws else []
-
-    whole, take = shuffled_at_the_first_batch(*draws_numbers()), Take(7)
-    with whole.added_cbs(take):
-        whole.fit(3)
-    resumed = shuffled_at_the_first_batch(*draws_numbers())
-    torch.manual_seed(9)
-    resumed.fit(3, resume=take.states[0])
-    assert torch.equal(resumed.model.weight, whole.model.weight)
-    assert resumed.recorder.losses == whole.recorder.losses

@@ -60,7 +60,7 @@ def test_in_a_save_and_in_a_slow_cleanup(
     cbs = [slow] if where == 'save' else [Callback(after_loss=press_slowly), slow]
     options: dict[str, Any] = {'background': background, 'every': '1ba'}
     if where == 'save':
-        name = '_take_snapshot' if background else '_write'
+        name = '_collect_state' if background else '_write'
         monkeypatch.setattr(Checkpoint, name, lambda *_: press_slowly())
     learn = learner(tmp_path, *cbs, **options)
     e = raised_by(lambda: learn.fit(2))

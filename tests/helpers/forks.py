@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -72,8 +73,12 @@ def reached(name: str) -> None:
     _planned.seen[name] += 1
     if (name, _planned.seen[name]) != (_planned.name, _planned.nth):
         return
-    kill = os.killpg if _planned.group else os.kill
-    kill(_planned.pid, _planned.sig)
+    if _planned.group:
+        # by another process: a loader's workers obey their parent
+        command = ['kill', f'-{int(_planned.sig)}', '--', f'-{_planned.pid}']
+        subprocess.run(command, check=True, start_new_session=True)
+    else:
+        os.kill(_planned.pid, _planned.sig)
 
 
 def _run_child(

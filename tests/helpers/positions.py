@@ -166,11 +166,11 @@ def draw_epoch(
     drawing: LoaderPosition, n: int = 0, begun: bool = False, keep: bool = True
 ) -> tuple[list[Any], dict[int, bytes]]:
     "Draw an epoch from batch `n` on; return batches with generator digests, and a checkpoint of each."
-    batches, seen, checkpoints = drawing.begin(), [], {}
     if not begun:
         draw_from_global_generators()
-        if keep:
-            checkpoints[0] = save_position(drawing, 0)
+    batches, seen, checkpoints = drawing.begin(), [], {}
+    if not begun and keep:
+        checkpoints[0] = save_position(drawing, 0)
     while (batch := next(batches, END)) is not END:
         n += 1
         draw_from_global_generators()

@@ -56,13 +56,13 @@ def test_bytes_and_floats_in_color(last: bool) -> None:
     assert axs.figure.get_size_inches().tolist() == [4, 2]
 
 
-def test_masks_are_laid_over_their_images() -> None:
+def test_masks_are_next_to_their_images() -> None:
     pytest.importorskip('matplotlib')
     x, mask = torch.rand(4, 3, 6, 5), torch.randint(3, (4, 6, 5))
     axs = loaders(x, mask).show_batch()
-    assert np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
-    assert axs[2].images[1].get_alpha() == 0.5
-    assert {ax.images[1].get_clim() for ax in axs} == {(0, 2)} and titles(axs) == [''] * 4
+    expected = class_colors(mask)[2].permute(1, 2, 0).numpy()
+    assert np.array_equal(axs[5].images[0].get_array(), expected)
+    assert titles(axs) == ['', 'target'] * 4
 
 
 # ------------------------------------------------------------------------------- show_batch: tables
@@ -274,9 +274,6 @@ def test_results_of_masks_are_next_to_their_images_with_one_legend() -> None:
     names = [text.get_text() for text in legend.get_texts()]
     found = sorted({*mask.unique().tolist(), *pred.unique().tolist()} - {-100})
     assert names == ['ignored', *(['road', 'a $x_{$', 'tree'][k] for k in found)]
-    colors = [patch.get_facecolor()[:3] for patch in legend.get_patches()]
-    expected = class_colors(torch.tensor([[[-1, *found]]]))[0, :, 0].T
-    assert torch.allclose(torch.tensor(colors).float(), expected)
     axs.figure.canvas.draw()
     # no part of the legend lies over the pictures
     box = legend.get_window_extent()

@@ -55,7 +55,6 @@ def frames(error: Any) -> list[str]:
 LOOKS = {
     'learn': '2 parameters',
     'learn.history': 'valid_loss',
-    'learn.check_resume()': 'to the last bit',
 }
 
 

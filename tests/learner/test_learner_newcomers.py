@@ -155,7 +155,6 @@ def test_data_that_is_not_a_table_of_numbers() -> None:
         (frame['kind'], r'`pandas.factorize\(y\)\[0\]`'),
         (['a', 'b'], r'encode classes'),
         (np.array(['a', None], dtype=object), r'object.*encode'),
-        (frame['when'], r"`.astype\('int64'\)`"),
         ([[1, 2], [3]], 'rows that differ in length'),
         ([torch.zeros(1), torch.zeros(2)], 'different shapes'),
         (5.0, 'no rows'),

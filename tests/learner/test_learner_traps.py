@@ -116,7 +116,7 @@ def test_a_number_below_the_batch_size_is_asked_for_its_unit() -> None:
         (lambda: learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
         (lambda: learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
         (lambda: learner(metrcs=accuracy), r'Did you mean `metrics`'),
-        (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'Write `bs=`'),
+        (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'from_tensors\(..., bs=...\)'),
         (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
         (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
         (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
@@ -213,7 +213,7 @@ LOADER = DataLoader(TensorDataset(X, Y), batch_size=16)
 def test_a_list_of_loaders(entry: Any) -> None:
     kind = type(entry).__name__
     with pytest.raises(
-        LoaderError, match=rf"'train'.*[lL]ist of {kind},.*tuple `\(train, valid\)`"
+        LoaderError, match=rf"'train'.*[lL]ist of {kind},.*`DataLoaders\(train, valid\)`"
     ):
         learner_of([entry, entry])
 

@@ -157,7 +157,6 @@ def test_targets_of_dicts_by_name() -> None:
         ('tuple', {'n_inp': {'valid': 4}}, BatchError),
         ('tuple', {'n_inp': {'test': 1}}, LoaderError),
         ('tuple', {'n_inp': 1, 'targets': 'y'}, LoaderError),
-        ('tuple', {'targets': ()}, LoaderError),
     ],
 )
 def test_a_form_that_cannot_be_is_an_error_before_the_first_step(
