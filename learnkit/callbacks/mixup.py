@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Beta
-from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
@@ -26,10 +23,8 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.model import name_of
-from learnkit.core.validation import is_number, warn_user
+from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
-from learnkit.engine.own_loop import list_overrides
-from learnkit.losses import BaseLoss
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -47,11 +42,8 @@ class MixHandler(Callback):
     During a forward pass in training `learn.loss_func` is replaced by a function that blends, and
     restored afterwards, also after an error. Evaluation, also within an epoch, uses the plain loss.
     Metrics on training batches get the predictions for the blended inputs, and the targets `yb`:
-    the classes of the samples themselves, or blended numbers. A 'mean' is divided by the divisor of
-    the loss function, blended in the same shares: with class weights by the weights of the targets,
-    with an `ignore_index` by the number of targets that count. At `lam = 1` it is the plain loss.
-    (fastai divides by the number of elements.) For a loss function that is not torch's, the divisor
-    is measured by the mean and the sum over the batch.
+    the classes of the samples themselves, or blended numbers. A 'mean' is the mean over all elements,
+    as in fastai, also with class weights or an `ignore_index`.
 
     A batch for which a subclass sets no partners, or that it skips (`run = False`), has the plain
     loss.
@@ -66,7 +58,6 @@ class MixHandler(Callback):
 
     run_in = 'fit'
     run_valid = False
-    needs_events = False  # `_check_blended` finds losses that were not blended
     averages_samples = True  # whatever the plain loss averages over
 
     def __init__(
@@ -79,9 +70,6 @@ class MixHandler(Callback):
                 self, 'a number above 0; for no blending, leave the callback out', alpha=alpha
             )
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
-        self._has_blended = False  # whether any loss of this fit was blended
-        self._has_masks_only = False
-        self._reduction: tuple[Any, str] = None, ''  # loss function, and its reduction
         self._forget()
 
     def _forget(self) -> None:
@@ -113,37 +101,9 @@ class MixHandler(Callback):
                 f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                 'Use one of them in a fit.'
             )
-        if list_overrides(self.learn):
-            self._has_blended = False
-            self.after_batch = self._check_blended  # type: ignore[method-assign]
-
-    def _check_blended(self) -> None:
-        "Warn after the first batch of a user's own loop if its loss was not blended."
-        if not self.training or 'loss_grad' not in self.learn.__dict__:
-            return
-        del self.after_batch
-        if self.stack_y and not self._has_blended and 'lam' in self.__dict__:
-            warn_user(
-                f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
-                f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.'
-            )
-
-    def before_step(self) -> None:
-        "Check that the microbatches were split from the blended batch."
-        if self._order is not None and self._n_taken:
-            self._check_size(count_samples(self.learn), len(self._order))
-
-    def _check_size(self, n: int, n_blended: int) -> None:
-        if n != n_blended:
-            raise BatchError(
-                f'{type(self).__name__}: a callback that runs after it made {n} samples of '
-                f'{n_blended} in before_batch. Give it a lower order, or leave `microbatch` out.'
-            )
 
     def cleanup(self) -> None:
         self._forget()
-        if 'after_batch' in self.__dict__:
-            del self.after_batch
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -153,15 +113,13 @@ class MixHandler(Callback):
             return
         learn = self.learn
         plain = learn.loss_func
-        if self._reduction[0] is not plain:
-            self._reduction = plain, find_reduction(plain, type(self).__name__)
+        reduction = find_reduction(plain, type(self).__name__)
         partners = self._take_targets() if learn.microbatch else (self.yb1, self.lam)
-        blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
+        learn.loss_func = BlendedLoss(learn, plain, partners, reduction)
         try:
             yield
         finally:
             learn.loss_func = plain
-            self._has_blended = self._has_blended or blended.n_calls > 0
 
     def _take_targets(self) -> tuple[Any, Any]:
         "Return targets of partners and shares for the current microbatch; microbatches come in order."
@@ -169,10 +127,8 @@ class MixHandler(Callback):
         start = self._n_taken if learn.microbatches.index else 0
         self._n_taken = start + count_samples(learn)
         batch = self.yb1 if self._order is None else (self._order,)
-        n = find_bs(batch)
-        self._check_size(max(self._n_taken, n), n)
         rows = slice(start, self._n_taken)
-        [(_, partners)] = slice_batch(batch, (self.yb1, self.lam), n, [rows])
+        [(_, partners)] = slice_batch(batch, (self.yb1, self.lam), find_bs(batch), [rows])
         return partners
 
     def _pair(self, n: int) -> Tensor:
@@ -193,14 +149,10 @@ class MixHandler(Callback):
         self.yb1 = take_partners(learn.yb, order)
         return order
 
-    def _blend_targets(
-        self,
-        order: Tensor,
-        is_kept: Callable[[Tensor], bool] | None = None,  # whether a tensor stays as it is
-    ) -> None:
+    def _blend_targets(self, order: Tensor) -> None:
         "Blend the targets unless the loss is blended."
         if not self.stack_y:
-            self.learn.yb = blend_tensors(self.learn.yb, order, self.lam, is_kept)
+            self.learn.yb = blend_tensors(self.learn.yb, order, self.lam)
 
 
 class BlendedLoss:
@@ -218,7 +170,6 @@ class BlendedLoss:
             plain=plain,
             partners=partners,
             _reduction=reduction,
-            n_calls=0,
             __name__=name_of(plain),
         )
 
@@ -226,24 +177,13 @@ class BlendedLoss:
         "Return the loss of a training batch, blended between its own and its partners' targets."
         plain = self.plain
         yb1, lam = self.partners
-        reduction = self._reduction
-        self.__dict__['n_calls'] += 1
         if not self.learn.training:
             return plain(pred, *yb, **kwargs)
         own = compute_unreduced(plain, pred, yb)
         other = compute_unreduced(plain, pred, yb1)
-        share = expand_shares(lam, own, plain)
-        loss = torch.lerp(other, own, share)
-        if reduction == 'sum':
-            return loss.sum()
-        if reduction != 'mean':
-            return loss
-        own_divisor = compute_divisor(plain, pred, yb, own)
-        other_divisor = compute_divisor(plain, pred, yb1, other)
-        if own_divisor is None or other_divisor is None:
-            return loss.mean()
-        divisor = torch.lerp(other_divisor, own_divisor, share)
-        return loss.sum() / divisor.expand_as(loss).sum()
+        loss = torch.lerp(other, own, expand_shares(lam, own, plain))
+        reduce = {'mean': torch.mean, 'sum': torch.sum}.get(self._reduction)
+        return loss if reduce is None else reduce(loss)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['plain'], name)
@@ -293,9 +233,8 @@ class CutMix(MixHandler):
     Each batch has one box at a random place that covers a share `1 - lam` of the image, with `lam`
     from Beta(alpha, alpha). The part outside the image is cut off, and `lam` becomes the exact
     share that is left of the image itself. Every input of the same height and width `(bs, ..., H,
-    W)` gets the box, other inputs stay as they are. Every target of that height and width (a mask)
-    gets the box too and is then exact, so only the loss of other targets is blended. For the loss
-    see `MixHandler`; `lam` has the shape `(1,)`.
+    W)` gets the box; other inputs, and masks among the targets, stay as they are. For the loss see
+    `MixHandler`; `lam` has the shape `(1,)`.
 
     >>> from learnkit.testing import synth_learner
     >>> images, classes = torch.rand(32, 3, 8, 8), torch.randint(10, (32,))
@@ -310,12 +249,6 @@ class CutMix(MixHandler):
         alpha: float = 1.0,  # parameter of Beta(alpha, alpha); 1 makes all shares equally likely
     ) -> None:
         super().__init__(alpha)
-
-    @property
-    @override
-    def stack_y(self) -> bool:
-        "Whether the loss is blended: not if all targets are masks, which are cut like the images."
-        return super().stack_y and not self._has_masks_only
 
     def before_batch(self) -> None:
         "Paste a box of a permutation of the batch into the batch."
@@ -334,23 +267,15 @@ class CutMix(MixHandler):
         area = torch.tensor([(x2 - x1) * (y2 - y1)])
         self.lam = (1 - area / (w * h)).to(order.device, non_blocking=True)
 
-        def is_image(t: Tensor) -> bool:
-            return t.ndim > 2 and t.shape[-2:] == (h, w) and is_of_samples(t, n)
-
         def paste_box(t: Tensor) -> Tensor:
-            if not is_image(t):
+            if t.ndim <= 2 or t.shape[-2:] != (h, w) or not is_of_samples(t, n):
                 return t
             new = t.clone()  # a loader may return the same tensor again, so that it must not change
             new[box] = t[box][order]
             return new
 
         learn.xb = map_tensors(learn.xb, paste_box)
-        are_masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
-        if any(are_masks):
-            learn.yb = map_tensors(learn.yb, paste_box)
-            self.yb1 = take_partners(learn.yb, order, is_image)
-        self._has_masks_only = all(are_masks)
-        self._blend_targets(order, is_image)
+        self._blend_targets(order)
 
     def rand_bbox(
         self,
@@ -379,32 +304,20 @@ def is_of_samples(t: Tensor, n: int) -> bool:
 def take_partners(
     b: Any,
     order: Tensor,  # indices of the partners
-    is_kept: Callable[[Tensor], bool] | None = None,  # whether a tensor stays as it is
 ) -> Any:
     "Replace each sample of a nested batch by its partner."
-    n = len(order)
-
-    def take(t: Tensor) -> Tensor:
-        if not is_of_samples(t, n) or (is_kept is not None and is_kept(t)):
-            return t
-        return t[order]
-
-    return map_tensors(b, take)
+    return map_tensors(b, lambda t: t[order] if is_of_samples(t, len(order)) else t)
 
 
 def blend_tensors(
     b: Any,
     order: Tensor,  # indices of the partners
     lam: Tensor,  # shares of the samples themselves
-    is_kept: Callable[[Tensor], bool] | None = None,  # whether a tensor stays as it is
 ) -> Any:
     "Blend each sample of a nested batch's floating-point tensors with its partner."
-    n = len(order)
 
     def blend(t: Tensor) -> Tensor:
-        if not t.is_floating_point() or not is_of_samples(t, n):
-            return t
-        if is_kept is not None and is_kept(t):
+        if not t.is_floating_point() or not is_of_samples(t, len(order)):
             return t
         return torch.lerp(t[order], t, lam.to(t).view(-1, *[1] * (t.ndim - 1)))
 
@@ -415,10 +328,7 @@ def find_reduction(loss_func: Any, who: str) -> str:
     "Return the reduction of a loss function; raise `LossError` if it cannot be set to 'none'."
     if hasattr(loss_func, 'reduction'):
         return loss_func.reduction
-    try:
-        params = signature(getattr(loss_func, 'forward', loss_func)).parameters
-    except (TypeError, ValueError):
-        return 'mean'  # a function written in C: the first call raises if it lacks `reduction`
+    params = signature(getattr(loss_func, 'forward', loss_func)).parameters
     if 'reduction' in params:
         return params['reduction'].default
     if any(p.kind is p.VAR_KEYWORD for p in params.values()):
@@ -439,43 +349,6 @@ def compute_unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         return loss_func(pred, *yb)
     finally:
         loss_func.reduction = reduction
-
-
-# losses whose mean is divided by the weights of the targets, and leaves out ignored targets
-_BY_WEIGHT = (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss)
-
-
-def compute_divisor(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> Tensor | None:
-    """Return the share of each element of an unreduced loss in the divisor of the mean; None for 1.
-
-    For an unknown loss function all shares are equal, and measured: the sum over the mean.
-    """
-    base = loss_func
-    options = dict[str, Any]()
-    while isinstance(base, (partial, BaseLoss)):
-        if isinstance(base, partial):
-            options = {**base.keywords, **options}
-        base = base.func
-    kind = type(base) if isinstance(base, nn.Module) else base
-    if kind in _BY_WEIGHT:
-        targ = yb[0]
-        if (
-            isinstance(targ, Tensor)
-            and not targ.is_floating_point()
-            and targ.numel() == each.numel()
-        ):
-            weight = options.get('weight', getattr(base, 'weight', None))
-            ignored = options.get('ignore_index', getattr(base, 'ignore_index', -100))
-            counts = targ != ignored
-            if weight is not None:
-                counts = torch.where(counts, weight[torch.where(counts, targ, 0)], 0)
-            return counts.to(each.dtype).reshape(each.shape)
-    elif str(getattr(kind, '__module__', '')).startswith('torch.'):
-        return None
-    with torch.no_grad():
-        mean = loss_func(pred, *yb)
-        total = each.sum()
-        return torch.where(mean == 0, 1.0, total / mean / each.numel()).to(each)
 
 
 def expand_shares(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:

@@ -139,6 +139,24 @@ def test_the_gradient_matches_targets_blended_by_hand(
             assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
+class Skipping(MixUp):
+    "Blend only the first batch of each epoch."
+
+    def before_batch(self) -> None:
+        if self.learn.iter == 0:
+            super().before_batch()
+
+
+def test_a_skipped_batch_has_the_plain_loss() -> None:
+    losses: list[Tensor] = []
+    look = Callback(after_loss=lambda cb: losses.append(cb.learn.loss))
+    learn = learner(Skipping(), look, lr=0.0)
+    learn.fit(1)
+    plain = [F.cross_entropy(net()(x), y).item() for x, y in images()]
+    assert losses[1].item() == pytest.approx(plain[1], rel=1e-12)
+    assert losses[0].item() != pytest.approx(plain[0], rel=1e-4)
+
+
 # -- who sees what ---------------------------------------------------------------------------------
 
 

@@ -529,20 +529,6 @@ def test_canceled_batches_raise_no_warning() -> None:
     fit(make_classifier_learner(Bare, GradientClip(), Callback(before_batch=cancel)))
 
 
-class Direct(Learner):
-    "A loop that calls its loss function itself."
-
-    def train_batch(self) -> None:
-        self.optimize(self.loss_func(self.forward(self.model, self.x), *self.yb))
-
-
-@pytest.mark.parametrize('cls', [Direct, Bare])
-def test_mixup_names_a_loss_that_it_did_not_blend(cls: type[Learner]) -> None:
-    with pytest.warns(UserWarning, match='MixUp .*compute_loss') as warned:
-        fit(make_classifier_learner(cls, MixUp()), 2)
-    assert len(warned) == 1
-
-
 # ------------------------------------------------------------------------------- rates by optimizer
 
 
