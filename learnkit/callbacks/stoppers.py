@@ -13,12 +13,11 @@ from learnkit.callbacks.tracking import (
     EarlyStoppingCallback,
     Monitor,
     TrackerCallback,
-    check_counted,
 )
-from learnkit.core.errors import CancelFitException, OptionError
+from learnkit.core.errors import CancelFitException
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
+from learnkit.engine.counters import check_countable
 from learnkit.engine.passes import ends_iteration
 from learnkit.metrics.direction import as_comparison
 
@@ -56,7 +55,7 @@ class FixedStopper(Callback):
 
     def before_fit(self) -> None:
         "Cancel a fit that starts at or after the time."
-        check_counted(self.learn, self.at)
+        check_countable(self.learn, self.at)
         if self.learn.resumed or not self._is_over():
             return  # a resumed fit has not loaded its time yet
         print_line(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
@@ -89,9 +88,8 @@ class ThresholdStopper(TrackerCallback):
     its name: `ThresholdStopper('night/accuracy', 0.9)`. A value equal to the threshold does not
     stop the fit, nor does NaN.
 
-    Raises `OptionError` for a threshold that is not a number and for a metric without a known
-    direction; `MetricError` before training for an unknown column. Checkpointed: `value`, and the
-    state of the tracker.
+    Raises `OptionError` for a metric without a known direction; `MetricError` before training for
+    an unknown column. Checkpointed: `value`, and the state of the tracker.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.02, cbs=ThresholdStopper('valid_loss', 1.))
@@ -110,8 +108,6 @@ class ThresholdStopper(TrackerCallback):
         threshold: float,  # value to stop at
         comp: Comparison | None = None,  # f(value, limit), 'less', 'greater', `MetricProperties`
     ) -> None:
-        if not is_number(threshold):
-            raise OptionError(f'threshold={threshold!r}: give a number.')
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         super().__init__(monitor, as_comparison(comp, name))
         self.threshold = threshold

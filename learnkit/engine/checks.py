@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from learnkit.core.validation import (
     check_class_numbers,
     check_count,
     check_pairing,
-    takes_alone,
     takes_class_numbers,
     warn_of_order,
     warn_user,
@@ -76,14 +75,6 @@ def check_function(name: str, f: object) -> None:
         raise OptionError(f'{name}={f.__name__} is a class: write `{name}={f.__name__}(...)`.')
     if f is not None and not callable(f):
         raise OptionError(f'{name}={f!r} cannot be called: give a function.')
-
-
-def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
-    "Raise `OptionError` for a function that cannot be called with one argument."
-    if not takes_alone(f):
-        raise OptionError(
-            f'{name}={name_of(f)} cannot be called with `{what}` alone. Write it as `lambda {what}: ...`.'
-        )
 
 
 def check_mode(mode: object) -> None:

@@ -103,7 +103,7 @@ def test_momenta_are_shares(name: str, value: float) -> None:
         (
             [SaveModelCallback, partial(SaveModelCallback, 'train_loss')],
             OptionError,
-            'both write .*model.pth.*`fname`',
+            'write the same file.*`fname`',
         ),
         ([MixUp, CutMix], OptionError, 'both blend each batch'),
         (

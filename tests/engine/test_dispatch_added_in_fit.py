@@ -86,6 +86,7 @@ def test_mixed_precision_leaves_in_the_middle_of_a_fit(leave: str) -> None:
     [
         EarlyStoppingCallback,
         partial(SaveModelCallback, every_epoch=True),
+        SaveModelCallback,
     ],
 )
 def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
@@ -96,6 +97,8 @@ def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
     if getattr(tracker, 'every_epoch', False):
         assert (tmp_path / 'models' / 'model_2.pth').exists()
     else:
+        if cls is SaveModelCallback:  # the best weights are loaded
+            assert learn.validate()[0] == pytest.approx(tracker.best)
         assert tracker.best == min(row['valid_loss'] for row in learn.history[1:])
     learn.fit(1)
 
