@@ -125,12 +125,7 @@ class MetricColumns:
         for key in flatten_mapping(value):
             if key in columns:
                 continue
-            column = key if key not in taken else f'{name}_{key}'
-            if column in taken:
-                raise MetricError(
-                    f'{name}: there is a column {column!r} already. Give one of the metrics another name.'
-                )
-            columns[key] = column
+            columns[key] = column = key if key not in taken else f'{name}_{key}'
             taken.add(column)
 
     def values(self, name: str, value: Any, prefix: str = '') -> dict[str, Any]:

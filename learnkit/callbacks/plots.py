@@ -85,7 +85,6 @@ class Plots:
         self,
         names: Any = None,  # names of metrics ('accuracy') or columns; None: all printed columns
         figsize: tuple[float, float] | None = None,  # size of a new figure in inches
-        ax: Any = None,  # matplotlib axes for all metrics; None: a panel for each metric
     ) -> Any:
         """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
 
@@ -102,14 +101,6 @@ class Plots:
         panels = self._make_panels(names)
         pairs = enumerate(pairwise(self.history), 1)
         starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
-        if ax is not None:
-            lines = {}
-            for metric, metric_lines in panels.items():
-                for source, points in metric_lines.items():
-                    label = f'{source} {metric}' if len(metric_lines) > 1 else metric
-                    lines[label] = points
-            draw_epochs(ax, starts, lines)
-            return ax
         cols = min(len(panels), 3)
         rows = ceil(len(panels) / cols)
         axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))
