@@ -59,7 +59,7 @@ def test_what_is_logged_after_the_row_is_in_this_row(event: str) -> None:
     assert [r['last'] for r in learn.history] == [0, 1, 2]
     assert 'own' not in rows[0]  # the row was printed before
     learn.fit(1)
-    assert [r['own'] for r in learn.history] == [1, 2, 3, 1]
+    assert [r['own'] for r in learn.history] == [0, 1, 2, 0]
 
 
 def test_a_log_cannot_replace_a_metric() -> None:
