@@ -14,6 +14,7 @@ from typing_extensions import override
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
+from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import RNGState, capture_rng, restore_rng
@@ -27,20 +28,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 # attributes of a Learner that describe the position of a batch in the loop
-STATE = (
-    'epoch',
-    'iter',
-    'n_iter',
-    'train_iter',
-    'pct_train',
-    'n_epoch',
-    'epochs_per_iteration',
-    'training',
-    'phase',
-    'dl',
-    'dl_name',
-    'fitting',
-)
+STATE = (*COUNTERS, 'n_iter', 'n_epoch', 'epochs_per_iteration', 'dl', 'fitting')
 
 
 class Drawn(NamedTuple):
@@ -162,11 +150,6 @@ def replay(
         return repeat(learn, source, drawn, detect_anomaly)
 
 
-def class_name(cb: Callback) -> tuple[str, str]:
-    "Return the module and the qualified name of a callback's class."
-    return type(cb).__module__, type(cb).__qualname__
-
-
 @contextmanager
 def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
     "Use the callbacks of the run; leave out those that only track, save or stop and did not fail."
@@ -178,11 +161,7 @@ def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
             return True
         return f'in {type(cb).__name__}.' in source._error_notes
 
-    # by name of the class, which a notebook may have defined again
-    present = set(map(class_name, learn.cbs))
-    removed = [
-        cb for cb in source._run_callbacks if takes_part(cb) and class_name(cb) not in present
-    ]
+    removed = [cb for cb in source._run_callbacks if takes_part(cb) and cb not in learn.cbs]
     with learn.added_cbs(removed), ExitStack() as stack:
         for cb in [cb for cb in learn.cbs if not takes_part(cb)]:
             stack.enter_context(learn.removed_cbs(cb))
