@@ -261,13 +261,6 @@ def fine_tune(
     resume: Any,
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
-    positive = {'base_lr': base_lr, 'lr_mult': lr_mult, 'div': div, 'div_final': div_final}
-    for name, value in positive.items():
-        check_number(name, value, error=ScheduleError)
-    _check_share(pct_start)
-    _check_moms(learn.moms if moms is None else moms)
-    check_count('freeze_epochs', freeze_epochs, 0, FitError)
-    parse_length(learn, epochs, start_epoch)
     shared: dict[str, Any] = {
         'div_final': div_final,
         'wd': wd,

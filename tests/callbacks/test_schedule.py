@@ -326,14 +326,11 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ('fit_flat_cos', FitError, {'n_epoch': -1}, 'n_epoch'),
     ('fit_flat_cos', ScheduleError, {'pct_start': -0.5}, 'pct_start=-0.5: .* from 0 to 1'),
     ('fit_sgdr', FitError, {'n_cycles': 0}, 'n_cycles=0'),
-    ('fine_tune', ScheduleError, {'lr_mult': 0}, 'lr_mult=0'),
-    ('fine_tune', FitError, {'freeze_epochs': -1}, 'freeze_epochs'),
 ]
 FIRST: dict[str, dict[str, Any]] = {
     'fit_one_cycle': {'n_epoch': 1},
     'fit_flat_cos': {'n_epoch': 1},
     'fit_sgdr': {'n_cycles': 1, 'cycle_len': 1},
-    'fine_tune': {'epochs': 1},
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +100,6 @@ def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
             assert learn.validate()[0] == pytest.approx(tracker.best)
         assert tracker.best == min(row['valid_loss'] for row in learn.history[1:])
     learn.fit(1)
-
-
-@pytest.mark.parametrize('event', ['before_epoch', 'before_step', 'after_epoch'])
-@pytest.mark.parametrize('by', ['epoch', 'batch'])
-def test_a_scheduler_that_comes_in_the_middle_of_a_fit_begins_there(by: str, event: str) -> None:
-    learn = quiet(synth_learner(n_train=4, lr=0.5))
-    sched = LRScheduler(partial(torch_lr.StepLR, step_size=1, gamma=0.5), by)
-    learn.fit(3, cbs=at(event, 1, lambda learn: learn.add_cb(sched)))
-    by_epoch = [0.5] * 8 + [0.25] * 4
-    lrs = learn.recorder.lrs
-    if by == 'epoch':
-        assert lrs[:8] == by_epoch[:8] and (lrs == by_epoch or event == 'after_epoch')
-    else:
-        assert lrs[:5] == [0.5] * 5 and lrs[-1] < 0.1
-        assert all(b in (a, a / 2) for a, b in pairwise(lrs))
 
 
 @pytest.mark.parametrize(
