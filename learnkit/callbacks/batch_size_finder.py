@@ -19,7 +19,6 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
-from learnkit.distributed.comm import launched_as
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.microbatch import is_out_of_memory
@@ -71,9 +70,7 @@ def find_batch_size(
 
 def _check_one_process(learn: Learner) -> None:
     "Raise `FitError` in several processes, of which only one may run out of memory."
-    is_distributed = any(isinstance(cb, DistributedTraining) for cb in learn.cbs)
-    n_launched = int(launched_as().get('WORLD_SIZE', 1)) if is_distributed else 1
-    if max(learn.world.size, n_launched) > 1:
+    if any(isinstance(cb, DistributedTraining) for cb in learn.cbs):
         raise FitError(
             'find_batch_size: one of several processes that runs out of memory would leave the others '
             'waiting. Call it in one process.'
@@ -138,18 +135,10 @@ class _Trial(Callback):
         self.n_steps = 0
         # with a rate of 0 the weights stay finite, however many sizes are tried
         learn.fit(1, lr=0.0, cbs=self)
-        if not self.n_steps:
-            raise FitError(
-                'find_batch_size: no training step was run, because a callback cancels the fit, the '
-                'epoch or the batch. Leave it out with `with learn.removed_cbs(cb):`.'
-            )
 
     def before_batch(self) -> None:
         learn = self.learn
         learn.xb, learn.yb = slice_batch(learn.xb, learn.yb, self.n_known, [self.rows])[0]
-
-    def after_cancel_batch(self) -> None:
-        raise CancelFitException
 
     def after_batch(self) -> None:
         self.n_steps += 1

@@ -16,7 +16,6 @@ from learnkit.core.batch import (
     count_samples,
     describe,
     find_bs,
-    has_listed_samples,
     map_tensors,
     slice_batch,
     tensors_in,
@@ -134,11 +133,6 @@ class MixHandler(Callback):
     def _pair(self, n: int) -> Tensor:
         "Draw the partner of each of `n` samples, and set the partners' targets."
         learn = self.learn
-        if has_listed_samples((*learn.xb, *learn.yb), n):
-            raise BatchError(
-                f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
-                'entry a sample: give stacked tensors as inputs and targets.'
-            )
         device = tensors_in(learn.xb)[0].device
         self._order = order = torch.randperm(n).to(device, non_blocking=True)
         if not any(is_of_samples(t, n) for t in tensors_in(learn.yb)):

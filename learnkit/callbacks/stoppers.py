@@ -18,7 +18,6 @@ from learnkit.core.errors import CancelFitException
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
-from learnkit.engine.passes import ends_iteration
 from learnkit.metrics.direction import as_comparison
 
 EarlyStopping = EarlyStopper = EarlyStoppingCallback  # names in Composer, ksuit and others
@@ -63,18 +62,10 @@ class FixedStopper(Callback):
 
     def after_batch(self) -> None:
         "Check the time."
-        if self.at.unit not in ('ep', 'iter') and self._is_over():
-            self.learn.run.stopping = True
+        if self._is_over():
+            self.learn.stop()
 
-    def after_train(self) -> None:
-        "Check epochs and iterations including this one, so that its evaluation counts as the last."
-        now = self.learn.time
-        n_epochs = now.ep + self.learn.counters.has_trained
-        then = now.replace(ep=n_epochs, iter=now.iter + ends_iteration(self.learn))
-        if self.at.unit in ('ep', 'iter') and then >= self.at:
-            self.learn.run.stopping = True
-
-    after_cancel_epoch = after_train
+    after_epoch = after_iteration = after_batch
 
     def _is_over(self) -> bool:
         return self.learn.time >= self.at
