@@ -63,7 +63,7 @@ class FixedStopper(Callback):
     def after_batch(self) -> None:
         "Check the time."
         if self._is_over():
-            self.learn.stop()
+            self.learn.run.stopping = True
 
     after_epoch = after_iteration = after_batch
 
