@@ -369,8 +369,8 @@ class Learner(Loop):
             div,
             div_final,
             pct_start,
-            wd,
             moms,
+            wd,
             cbs,
             reset_opt,
             start_epoch,
@@ -431,7 +431,7 @@ class Learner(Loop):
         from learnkit.callbacks.schedule import fit_sgdr
 
         fit_sgdr(
-            self, n_cycles, cycle_len, lr_max, cycle_mult, cbs, reset_opt, wd, start_epoch, resume
+            self, n_cycles, cycle_len, lr_max, cycle_mult, wd, cbs, reset_opt, start_epoch, resume
         )
 
     def fine_tune(

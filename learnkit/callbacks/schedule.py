@@ -8,7 +8,7 @@ has no state: a resumed fit continues it exactly, and it stretches over the leng
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -181,23 +181,22 @@ def fit_one_cycle(
     div: float,
     div_final: float,
     pct_start: float,
-    wd: float | None,
     moms: tuple[float, ...] | None,
-    cbs: Any,
-    reset_opt: bool,
-    start_epoch: int,
-    resume: Any,
+    *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train with a learning rate that rises and falls once."
     check_number('div', div, error=ScheduleError)
     check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
     momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
-    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
-    scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
-    if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
-        scheds['mom'] = momentum
-    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
+
+    def make_scheds(peak: Any) -> dict[str, Schedule]:
+        scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
+        if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
+            scheds['mom'] = momentum
+        return scheds
+
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, *fit)
 
 
 def fit_flat_cos(
@@ -206,18 +205,16 @@ def fit_flat_cos(
     lr: Any,
     div_final: float,
     pct_start: float,
-    wd: float | None,
-    cbs: Any,
-    reset_opt: bool,
-    start_epoch: int,
-    resume: Any,
+    *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
     check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
-    flat = _prepare_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
-    scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
-    _fit_with_schedules(learn, scheds, n_epoch, flat, wd, cbs, start_epoch, resume)
+
+    def make_scheds(flat: Any) -> dict[str, Schedule]:
+        return {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
+
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr, *fit)
 
 
 def fit_sgdr(
@@ -226,11 +223,7 @@ def fit_sgdr(
     cycle_len: int,
     lr_max: Any,
     cycle_mult: int,
-    cbs: Any,
-    reset_opt: bool,
-    wd: float | None,
-    start_epoch: int,
-    resume: Any,
+    *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
     check_count('n_cycles', n_cycles, error=FitError)
@@ -238,10 +231,12 @@ def fit_sgdr(
     check_count('cycle_mult', cycle_mult, error=FitError)
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
-    shares = [n / n_epoch for n in lengths]
-    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
-    scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
-    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
+
+    def make_scheds(peak: Any) -> dict[str, Schedule]:
+        shares = [n / n_epoch for n in lengths]
+        return {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
+
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, *fit)
 
 
 def fine_tune(
@@ -252,22 +247,12 @@ def fine_tune(
     lr_mult: float,
     pct_start: float,
     div: float,
-    div_final: float,
-    wd: float | None,
-    moms: tuple[float, ...] | None,
-    cbs: Any,
-    reset_opt: bool,
     start_epoch: int,
     resume: Any,
+    cbs: Any,
+    **shared: Any,  # further options of both fits
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
-    shared: dict[str, Any] = {
-        'div_final': div_final,
-        'wd': wd,
-        'moms': moms,
-        'cbs': cbs,
-        'reset_opt': reset_opt,
-    }
     with learn.added_cbs(cbs):
         found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
@@ -280,6 +265,7 @@ def fine_tune(
                 pct_start=0.99,
                 start_epoch=freeze_epochs if start_epoch else 0,
                 resume=found,
+                cbs=cbs,
                 **shared,
             )
     base_lr /= 2
@@ -292,14 +278,23 @@ def fine_tune(
             div=div,
             start_epoch=start_epoch,
             resume=found if stage == 1 else False,
+            cbs=cbs,
             **shared,
         )
 
 
-def _prepare_rates(
-    learn: Learner, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
-) -> Any:
-    "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
+def _fit_with_schedules(
+    learn: Learner,
+    make_scheds: Callable[[Any], dict[str, Schedule]],  # f(rates), a number or an array by group
+    n_epoch: int,
+    lr: Any,
+    wd: float | None,
+    cbs: Any,
+    reset_opt: bool,
+    start_epoch: int,
+    resume: Any,
+) -> None:
+    "Prepare the optimizer for `fit`, make the schedules of its rates, and train."
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
     if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
         warn_user(
@@ -308,22 +303,10 @@ def _prepare_rates(
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
     prepare_opt(learn, lr, wd, reset_opt)
-    rates = [float(h['lr']) for h in learn.opt.hypers]
-    return rates[0] if len(rates) == 1 else np.array(rates)
-
-
-def _fit_with_schedules(
-    learn: Learner,
-    scheds: Mapping[str, Schedule],
-    n_epoch: int,
-    peak: Any,
-    wd: float | None,
-    cbs: Any,
-    start: int,
-    resume: Any,
-) -> None:
-    cbs = [ParamScheduler(scheds), *as_list(cbs)]
-    learn.fit(n_epoch, peak, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
+    found = [float(h['lr']) for h in learn.opt.hypers]
+    rates: Any = found[0] if len(found) == 1 else np.array(found)
+    cbs = [ParamScheduler(make_scheds(rates)), *as_list(cbs)]
+    learn.fit(n_epoch, rates, wd=wd, cbs=cbs, start_epoch=start_epoch, resume=resume)
 
 
 def _check_share(pct_start: Any) -> None:
