@@ -219,22 +219,13 @@ class EMA(Callback):
             if is_outermost and self._raw is raw:
                 self._restore_weights()
 
-    def copy_to(
-        self,
-        model: nn.Module | None = None,  # model with the same parameter names; None: the Learner's
-    ) -> nn.Module:
-        "Copy the average into a model permanently; return it. Raises `WeightsError` on a mismatch."
+    def copy_to(self) -> nn.Module:
+        "Copy the average into the model permanently; return the model."
         self._check_begun()
-        if model is None:
-            if self._raw is None:
-                self._use(None)
-            self._raw = self._use_depth = None  # nothing restores the model's own weights
-            return self.learn.model
-        check_averages(self._averages, model)
-        tensors = find_tensors(model)
-        for name, average in self._averages.items():
-            tensors[name].data.copy_(distribute_like(average, tensors[name]))
-        return model
+        if self._raw is None:
+            self._use(None)
+        self._raw = self._use_depth = None  # nothing restores the model's own weights
+        return self.learn.model
 
     # -- checkpoints -------------------------------------------------------------------------------
 

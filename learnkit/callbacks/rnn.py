@@ -71,8 +71,7 @@ class RNNRegularizer(Callback):
     square of the change of the raw outputs between time steps (TAR): Merity, McCann and Socher,
     "Revisiting activation regularization for language RNNs", 2017. Needs `RNNCallback`. No state.
 
-    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`;
-    `ModelError` if the model returns no activations.
+    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`.
 
     >>> RNNRegularizer(alpha=2., beta=1.).beta
     1.0
@@ -103,11 +102,6 @@ class RNNRegularizer(Callback):
         if not self.alpha and not self.beta:
             return
         rnn = next(cb for cb in self.learn.cbs if isinstance(cb, RNNCallback))
-        if rnn.out is None:
-            raise ModelError(
-                f'RNNRegularizer: {type(self.learn.model).__name__} returned no activations to penalise. '
-                'Return (output, raw outputs, outputs).'
-            )
         penalty = self.alpha * rnn.out.float().pow(2).mean()
         h = rnn.raw_out
         if self.beta and h.shape[1] > 1:

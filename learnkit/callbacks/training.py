@@ -153,17 +153,11 @@ def before_batch_cb(
 ) -> Callback:
     """Return a callback that changes batches by a function of the callback, `xb` and `yb`.
 
-    Raises `OptionError` if `f` is not callable.
-
     >>> @before_batch_cb
     ... def half(cb, xb, yb): return tuple(x / 2 for x in xb), yb
     >>> half
     Callback(before_batch=half)
     """
-    if not callable(f):
-        raise OptionError(
-            f'before_batch_cb({f!r}): give a function f(cb, xb, yb) that returns xb, yb.'
-        )
 
     def before_batch(cb: Callback) -> None:
         cb.learn.xb, cb.learn.yb = f(cb, cb.learn.xb, cb.learn.yb)
@@ -199,9 +193,7 @@ class ChannelsLast(Callback):
 
     def before_fit(self) -> None:
         for p in self.learn.model.parameters():
-            if is_lazy(p):
-                continue  # it has no shape yet, and is converted in the next fit
-            layout = CHANNELS_LAST.get(p.dim())
+            layout = None if is_lazy(p) else CHANNELS_LAST.get(p.dim())
             if layout is None or p.is_contiguous(memory_format=layout):
                 continue
             self._converted.append(p)
