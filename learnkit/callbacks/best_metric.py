@@ -54,10 +54,8 @@ class BestMetric(TrackerCallback):
         source: str = 'valid_loss',  # column that decides which evaluation is best
         targets: str | Iterable[str] = '*',  # columns of evaluations, or patterns
         comp: Comparison | None = None,  # comp(new, best), 'less', 'greater', or `MetricProperties`
-        min_delta: float = 0.0,  # least change that counts as an improvement
-        reset_on_fit: bool = True,  # whether each fit resets the best value
     ) -> None:
-        super().__init__(source, as_comparison(comp, source), min_delta, reset_on_fit)
+        super().__init__(source, as_comparison(comp, source))
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         self.at_best = {}
         self.best_at = None
@@ -67,9 +65,8 @@ class BestMetric(TrackerCallback):
         "Find the columns."
         super().before_fit()
         self._match_columns()
-        if self.reset_on_fit:
-            self.at_best = {}
-            self.best_at = None
+        self.at_best = {}
+        self.best_at = None
 
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."

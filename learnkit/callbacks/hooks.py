@@ -333,8 +333,6 @@ class HookCallback(Callback):
         self.modules = [m for _, m in found]
 
     def _register(self) -> None:
-        if not self.modules:
-            self._find()  # the callback was added during the fit
         with ExitStack() as stack:
             stack.enter_context(run_uncompiled(self.learn.model))
             self.hooks = stack.enter_context(

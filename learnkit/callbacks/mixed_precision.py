@@ -77,17 +77,12 @@ class MixedPrecision(Callback):
     def __init__(
         self,
         amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 on a GPU, else bf16
-        init_scale: float = 2.0**16,  # initial scale of the loss; fp16 only, as are the following
-        growth_factor: float = 2.0,  # factor of the scale after `growth_interval` steps
-        backoff_factor: float = 0.5,  # factor of the scale after a gradient that is not finite
-        growth_interval: int = 2000,  # number of steps
+        **scaler: Any,  # options of `torch.amp.GradScaler`: init_scale, growth_interval, ...
     ) -> None:
         super().__init__()
         on_gpu = torch.cuda.is_available()
         self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
-        self.scaler = torch.amp.GradScaler(
-            'cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled=self.scales
-        )
+        self.scaler = torch.amp.GradScaler('cpu', enabled=self.scales, **scaler)
         self.n_skipped = 0  # number of skipped steps, over all fits
         self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
