@@ -70,12 +70,8 @@ class EMA(Callback):
             decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
         if not is_number(decay) or not 0 <= decay < 1:
             raise bad_option(self, 'a share from 0 to below 1', decay=decay)
-        if warmup is not None and not (is_number(warmup) and warmup > 0):
-            raise bad_option(self, 'a power above 0, such as 2/3, or None', warmup=warmup)
         self.decay = float(decay)
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
-        if self.start.unit == 'tok':
-            raise bad_option(self, 'a time: tokens are not counted', start=start)
         self._opt_steps = 0  # number of optimizer steps before the current one
         # the model's tensors and their own values, while the model holds the average
         self._raw: tuple[list[Tensor], list[Tensor]] | None = None

@@ -7,6 +7,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from learnkit.callbacks.plots import Points
 from learnkit.callbacks.recorder import records
 from learnkit.core.html import DisplayHandle, in_notebook
 from learnkit.core.plotting import color, encode_figure, pyplot
@@ -15,8 +16,6 @@ from learnkit.engine.callback import Callback
 PATIENCE_S = 0.5  # a fit that ends sooner is drawn once
 INTERVAL_S = 2.5  # least number of seconds between two plots
 SKIP = 5  # number of first steps to leave out, whose losses are much higher
-
-Points = list[list[float]]  # [step, loss] each
 
 
 class ShowGraph(Callback):
@@ -68,16 +67,7 @@ class ShowGraph(Callback):
     @property
     def valid_losses(self) -> dict[str, Points]:
         "Validation losses of the last fit, by loader."
-        recorder = records(self)
-        n_before = self.learn.time.ba - recorder.smooth_loss.count  # batches of earlier fits
-        losses: dict[str, Points] = {}
-        for evaluation in recorder.evaluations:
-            step = evaluation['ba'] - n_before
-            for name, value in evaluation.items():
-                dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
-                if step > 0 and dl_name != name and value is not None:
-                    losses.setdefault(dl_name, []).append([step, float(value)])
-        return losses
+        return records(self).valid_losses
 
     def cleanup(self) -> None:
         "Show the final figure, also after an error."

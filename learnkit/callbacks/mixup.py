@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Beta
 
-from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
     count_samples,
     describe,
@@ -22,7 +21,6 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.model import name_of
-from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 
 if TYPE_CHECKING:
@@ -50,9 +48,8 @@ class MixHandler(Callback):
     All random numbers are drawn on the CPU from torch's global generator, so that a resumed run
     draws the same ones. Checkpointed: nothing; every checkpoint holds the progress of the fit.
 
-    Raises `OptionError` unless `alpha` is positive. Raises before any weight changes: `OptionError`
-    for two such callbacks in one fit, `LossError` for a loss function without a `reduction`, and
-    `BatchError` for a batch that cannot be blended.
+    Raises before any weight changes: `OptionError` for two such callbacks in one fit, `LossError`
+    for a loss function without a `reduction`, and `BatchError` for a batch that cannot be blended.
     """
 
     run_in = 'fit'
@@ -64,10 +61,6 @@ class MixHandler(Callback):
         alpha: float = 0.5,  # parameter of Beta(alpha, alpha); larger values blend more
     ) -> None:
         super().__init__()
-        if not is_number(alpha) or not 0 < alpha < float('inf'):
-            raise bad_option(
-                self, 'a number above 0; for no blending, leave the callback out', alpha=alpha
-            )
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
         self._forget()
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import describe
 from learnkit.core.errors import ModelError, OptionError
-from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 
 
@@ -71,7 +69,8 @@ class RNNRegularizer(Callback):
     square of the change of the raw outputs between time steps (TAR): Merity, McCann and Socher,
     "Revisiting activation regularization for language RNNs", 2017. Needs `RNNCallback`. No state.
 
-    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`.
+    Raises `OptionError` before training without an `RNNCallback`, and `ModelError` if the model returns
+    no activations.
 
     >>> RNNRegularizer(alpha=2., beta=1.).beta
     1.0
@@ -85,9 +84,6 @@ class RNNRegularizer(Callback):
         alpha: float = 0.0,  # weight of the activations (AR)
         beta: float = 0.0,  # weight of the change of activations over time (TAR)
     ) -> None:
-        for name, value in (('alpha', alpha), ('beta', beta)):
-            if not is_number(value) or value < 0:
-                raise bad_option(self, 'a weight, 0 or more', **{name: value})
         self.alpha = alpha
         self.beta = beta
 
@@ -102,6 +98,11 @@ class RNNRegularizer(Callback):
         if not self.alpha and not self.beta:
             return
         rnn = next(cb for cb in self.learn.cbs if isinstance(cb, RNNCallback))
+        if rnn.out is None:
+            raise ModelError(
+                f'RNNRegularizer: {type(self.learn.model).__name__} returned no activations to penalise. '
+                'Return (output, raw outputs, outputs).'
+            )
         penalty = self.alpha * rnn.out.float().pow(2).mean()
         h = rnn.raw_out
         if self.beta and h.shape[1] > 1:

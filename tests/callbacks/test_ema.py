@@ -270,8 +270,6 @@ def test_its_state_continues_in_another_process_and_refuses_another_model() -> N
         {'decay': 1},
         {'every': '2ep'},
         {'half_life': '1ep'},
-        {'warmup': 0},
-        {'start': '5tok'},
     ],
     ids=str,
 )
