@@ -17,8 +17,8 @@ import numpy as np
 from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import FitError, ScheduleError
-from learnkit.core.validation import check_count, check_number, is_number, warn_user
+from learnkit.core.errors import ScheduleError
+from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback, declared
@@ -185,10 +185,7 @@ def fit_one_cycle(
     *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train with a learning rate that rises and falls once."
-    check_number('div', div, error=ScheduleError)
-    check_number('div_final', div_final, error=ScheduleError)
-    _check_share(pct_start)
-    momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
+    momentum = combined_cos(pct_start, *(learn.moms if moms is None else moms))
 
     def make_scheds(peak: Any) -> dict[str, Schedule]:
         scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
@@ -208,8 +205,6 @@ def fit_flat_cos(
     *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
-    check_number('div_final', div_final, error=ScheduleError)
-    _check_share(pct_start)
 
     def make_scheds(flat: Any) -> dict[str, Schedule]:
         return {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
@@ -226,9 +221,6 @@ def fit_sgdr(
     *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
-    check_count('n_cycles', n_cycles, error=FitError)
-    check_count('cycle_len', cycle_len, error=FitError)
-    check_count('cycle_mult', cycle_mult, error=FitError)
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
 
@@ -307,23 +299,3 @@ def _fit_with_schedules(
     rates: Any = found[0] if len(found) == 1 else np.array(found)
     cbs = [ParamScheduler(make_scheds(rates)), *as_list(cbs)]
     learn.fit(n_epoch, rates, wd=wd, cbs=cbs, start_epoch=start_epoch, resume=resume)
-
-
-def _check_share(pct_start: Any) -> None:
-    if is_number(pct_start) and 0 <= pct_start <= 1:
-        return
-    raise ScheduleError(
-        f'pct_start={pct_start!r}: give the share of the fit, from 0 to 1, after which the rate falls.'
-    )
-
-
-def _check_moms(moms: Any) -> list[float]:
-    "Return the three momenta as a list, or raise `ScheduleError`."
-    values = as_list(moms)
-    are_valid = all(is_number(m) and 0 <= m < 1 for m in values)
-    if len(values) != 3 or not are_valid:
-        raise ScheduleError(
-            f'moms={moms!r}: give three momenta, 0 or more and below 1: at the start, at the highest '
-            'rate and at the end.'
-        )
-    return values

@@ -14,9 +14,7 @@ from learnkit.callbacks.recorder import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
-from learnkit.engine.train_eval import SkipToEpoch
 from learnkit.optim.hyperparams import OPTIONS
 
 
@@ -28,9 +26,8 @@ class LRScheduler(Callback):
     scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the epoch's
     row of the history; an epoch without a value does not advance it.
 
-    With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch
-    had been a step). Checkpointed: the scheduler's state. Raises before training `MetricError` for a
-    `monitor` that is not recorded.
+    The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
+    the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -70,15 +67,11 @@ class LRScheduler(Callback):
         self._loaded: dict[str, Any] | None = None
         # number of optimizer steps at the last check; None: unknown until the next batch
         self._n_steps: int | None = 0
-        self._first_epoch = 0
         self._wants_value = False
         self._has_begun = False  # whether the running fit has a scheduler
 
     def before_fit(self) -> None:
         "Make the scheduler; restore a loaded state."
-        self._first_epoch = max(
-            (cb.first_epoch for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
-        )
         self._view = _GroupView(self.learn.opt)
         self.scheduler = self._factory(self._view)
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
@@ -87,8 +80,6 @@ class LRScheduler(Callback):
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value:
             find_column(self, self.monitor or 'valid_loss')
-        else:
-            self._skip(self._first_epoch)
         self._view.write()
         if self._loaded is not None:
             self._load(self._loaded)
@@ -106,14 +97,6 @@ class LRScheduler(Callback):
                 "each epoch. For a step after each batch: `LRScheduler(..., by='batch')`."
             )
 
-    def _skip(self, n_epoch: int) -> None:
-        dls = self.learn.dls
-        per_epoch: Any = 1
-        if self.by == 'batch' and n_epoch:
-            per_epoch = epoch_length(dls, dls.train)[0]
-        for _ in range(n_epoch * per_epoch):
-            self.scheduler.step()
-
     def before_batch(self) -> None:
         if self._n_steps is None:
             self._n_steps = self.learn.opt.n_steps
@@ -130,7 +113,7 @@ class LRScheduler(Callback):
         self.after_batch()  # accumulated samples that were left over are stepped with by now
 
     def after_epoch(self) -> None:
-        if self.by != 'epoch' or self.learn.epoch < self._first_epoch:
+        if self.by != 'epoch':
             return
         if not self._wants_value:
             self._advance()
