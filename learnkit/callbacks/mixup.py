@@ -169,8 +169,9 @@ class BlendedLoss:
         own = compute_unreduced(plain, pred, yb)
         other = compute_unreduced(plain, pred, yb1)
         loss = torch.lerp(other, own, expand_shares(lam, own, plain))
-        reduce = {'mean': torch.mean, 'sum': torch.sum}.get(self._reduction)
-        return loss if reduce is None else reduce(loss)
+        if self._reduction == 'none':
+            return loss
+        return loss.sum() if self._reduction == 'sum' else loss.mean()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['plain'], name)

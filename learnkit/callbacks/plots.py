@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.metrics.base import AvgSmoothLoss, is_scalar
+from learnkit.metrics.base import AvgSmoothLoss, Metric, is_scalar
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -25,6 +25,7 @@ class Plots:
     "Plotting methods of the Recorder; matplotlib is imported by the first plot."
 
     learn: Learner
+    loss: Metric
     smooth_loss: AvgSmoothLoss
     iters: L
     evaluations: list[dict[str, Any]]
