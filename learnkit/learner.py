@@ -536,9 +536,8 @@ class Learner(Loop):
         On the CPU, an operating system that overcommits memory ends the process without an error:
         set a limit (`ulimit -v`), or a small `max_size`.
 
-        Raises the out-of-memory error if not even one sample fits, `FitError` during a run, with
-        several ranks and if a callback cancels each step, `BatchError` for a first batch without
-        samples, and `OptionError` for a loader that is an iterator.
+        Raises the out-of-memory error if not even one sample fits, `FitError` during a run and with
+        several ranks, and `OptionError` for a loader that is an iterator.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()

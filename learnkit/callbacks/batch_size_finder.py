@@ -13,7 +13,7 @@ from typing_extensions import override
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.core.batch import batch_counter, slice_batch
-from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
+from learnkit.core.errors import CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
@@ -44,10 +44,7 @@ def find_batch_size(
         max_size = n_batches(getattr(learn.dls.train, 'dataset', None)) or MAX_SIZE
     max_size = check_count('max_size', max_size)
     batch = first_batch(learn.dls.train)
-    n_known = batch_counter(learn)(batch)
-    if not n_known:
-        raise BatchError('find_batch_size: the first batch has no samples to make batches of.')
-    trial = _Trial(n_known)
+    trial = _Trial(batch_counter(learn)(batch))
     left_out = [
         cb
         for cb in learn.cbs

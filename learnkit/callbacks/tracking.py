@@ -382,8 +382,6 @@ class SaveModelCallback(TrackerCallback):
 
     def after_fit(self) -> None:
         "Load the best weights, or save the last ones with `at_end`."
-        if not self._is_in_fit:
-            return
         if self.at_end:
             self._is_in_fit = False
             self._has_best = False
