@@ -106,12 +106,12 @@ def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def save_picture(learn: Learner, interp: ClassificationInterpretation, path: Path) -> None:
-    "Plot the losses of each epoch, and the confusion matrix."
+    "Plot the losses of each step and evaluation, and the confusion matrix."
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout='constrained')
     losses, matrix = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    learn.recorder.plot_metrics('loss', ax=losses)
+    learn.recorder.plot_loss(ax=losses)
     losses.set(title='Loss', ylabel='cross-entropy')
     counts = interp.confusion_matrix()
     title = f'Validation: {counts.trace()} of {counts.sum()} right'

@@ -33,6 +33,7 @@ from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.model import WholeBatches, takes_batches
 from learnkit.core.time import Time, Timestamp, as_time
+from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
@@ -41,7 +42,7 @@ from learnkit.engine import optimizer, own_loop
 from learnkit.engine.advice import Advice
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
-from learnkit.engine.checks import check_loss, check_microbatch, check_model
+from learnkit.engine.checks import check_loss, check_microbatch, check_model, warn_of_rate
 from learnkit.engine.counters import COUNTER_OF_UNIT
 from learnkit.engine.denominator import LossWeights, check_weight_func
 from learnkit.engine.dispatch import as_list, enter_all
@@ -262,6 +263,7 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
+        warn_of_rate(lr)
         epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
@@ -294,6 +296,18 @@ class Learner(Loop):
                 if checkpoint is not None:
                     begin_resume(self, checkpoint)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """Set the model to training mode, as `learn.model.train()` does; `learn.fit(5)` trains.
+
+        Warns outside of a run, where training was probably meant.
+        """
+        if mode and not self.run.depth:
+            warn_user(
+                'learn.train() sets the model to training mode, and trains nothing: `learn.fit(5)` trains. '
+                '`learn.model.train()` sets the mode without this warning.'
+            )
+        return self.model.train(mode)
 
     def fit_until(
         self,
@@ -472,9 +486,8 @@ class Learner(Loop):
         On the CPU, an operating system that overcommits memory ends the process without an error:
         set a limit (`ulimit -v`), or a small `max_size`.
 
-        Raises the out-of-memory error if not even one sample fits, `FitError` during a run, with
-        several ranks and if a callback cancels each step, `BatchError` for a first batch without
-        samples, and `OptionError` for a loader that is an iterator.
+        Raises the out-of-memory error if not even one sample fits, `FitError` during a run and with
+        several ranks, and `OptionError` for a loader that is an iterator.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()

@@ -60,7 +60,6 @@ from .predictions import (
     CollectDataCallback as CollectDataCallback,
     FetchPredsCallback as FetchPredsCallback,
     MCDropoutCallback as MCDropoutCallback,
-    mc_dropout_preds as mc_dropout_preds,
 )
 from .replay import (
     Replay as Replay,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
+from learnkit.core.errors import CancelStepException, OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.dtensor import local_shards
 from learnkit.engine.callback import Callback
@@ -54,8 +54,7 @@ class GradientAccumulation(Callback):
     Checkpointed: the numbers of samples; pending gradients are part of every checkpoint.
 
     Raises `OptionError` for an `n_acc` below 1, for an `n_acc` smaller than a batch (every batch
-    would step), before training with an optimizer that needs a closure, and if one call of
-    `optimize` names an optimizer and another none, so that their gradients would mix. Raises
+    would step), and before training with an optimizer that needs a closure. Raises
     `LossError` at the first batch for a loss function that returns a sum and has no `reduction='sum'`.
 
     >>> GradientAccumulation(64).n_acc, GradientAccumulation(batches=4).batches
@@ -99,14 +98,7 @@ class GradientAccumulation(Callback):
 
     def _find_sum(self) -> StepSum:
         "Return the sum of the current optimizer, or of all."
-        turn = self.learn.turn or ''
-        for name, total in self._sums.items():
-            if total.n_samples and bool(name) != bool(turn):
-                raise OptionError(
-                    'GradientAccumulation: one call of optimize() names an optimizer, another '
-                    'one none, and gradients that wait would mix. Give each call its `only=`.'
-                )
-        return self._sums.setdefault(turn, StepSum())
+        return self._sums.setdefault(self.learn.turn or '', StepSum())
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -148,7 +140,7 @@ class GradientAccumulation(Callback):
     def before_step(self) -> None:
         total = self._find_sum()
         if self.learn.microbatch:
-            self._count_microbatches(total)
+            self._count_batch(total)
         if not self._in_tail and not self._is_due(total.n_samples, total.n_batches):
             raise StepPutOff
         self._average(total)
@@ -170,17 +162,6 @@ class GradientAccumulation(Callback):
         "Return number of samples and weight of the batch; the weight is None for a 'sum' loss."
         strategy = self.learn.strategy
         return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
-
-    def _count_microbatches(self, total: StepSum) -> None:
-        "Count a batch after its microbatches, and check that its size is unchanged."
-        if self._batch is not None:
-            n = self.learn.strategy.count_samples(self.learn)
-            if self._batch[0] != n:
-                raise BatchError(
-                    f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
-                    f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.'
-                )
-        self._count_batch(total)
 
     def _count_batch(self, total: StepSum) -> None:
         if self._batch is None:
@@ -234,31 +215,25 @@ class GradientAccumulation(Callback):
             self._in_tail = False
         learn.opt.zero_grad(only=learn.turn)
 
-    def after_cancel_fit(self) -> None:
-        self.drop_gradients()
-
     def after_fit(self) -> None:
         if self.learn.run.stopping:
             return
-        for turn, total in self._sums.items():
+        for total in self._sums.values():
             if total.n_steps or not total.n_samples:
                 continue
             length = f'n_acc={self.n_acc}' if self.batches is None else f'batches={self.batches}'
-            whose = f' for {turn}' if turn else ''
             warn_user(
-                f'GradientAccumulation({length}): the fit had only {total.n_samples} samples{whose}, '
-                'so no step was taken and no weight has changed. Lower that number, or train for more '
-                'epochs.'
+                f'GradientAccumulation({length}): the fit had only {total.n_samples} samples, so no step '
+                'was taken and no weight has changed. Lower that number, or train for more epochs.'
             )
 
     def cleanup(self) -> None:
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
         "Drop samples and gradients that no step has used."
         if any(total.n_samples for total in self._sums.values()) and self.learn.opt is not None:
             self.learn.opt.zero_grad()
         self._sums = {}
+
+    after_cancel_fit = cleanup
 
     # -- checkpoints -------------------------------------------------------------------------------
 

@@ -13,13 +13,12 @@ from typing_extensions import override
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.core.batch import batch_counter, slice_batch
-from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
+from learnkit.core.errors import CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
-from learnkit.distributed.comm import launched_as
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.microbatch import is_out_of_memory
@@ -45,10 +44,7 @@ def find_batch_size(
         max_size = n_batches(getattr(learn.dls.train, 'dataset', None)) or MAX_SIZE
     max_size = check_count('max_size', max_size)
     batch = first_batch(learn.dls.train)
-    n_known = batch_counter(learn)(batch)
-    if not n_known:
-        raise BatchError('find_batch_size: the first batch has no samples to make batches of.')
-    trial = _Trial(n_known)
+    trial = _Trial(batch_counter(learn)(batch))
     left_out = [
         cb
         for cb in learn.cbs
@@ -71,9 +67,7 @@ def find_batch_size(
 
 def _check_one_process(learn: Learner) -> None:
     "Raise `FitError` in several processes, of which only one may run out of memory."
-    is_distributed = any(isinstance(cb, DistributedTraining) for cb in learn.cbs)
-    n_launched = int(launched_as().get('WORLD_SIZE', 1)) if is_distributed else 1
-    if max(learn.world.size, n_launched) > 1:
+    if any(isinstance(cb, DistributedTraining) for cb in learn.cbs):
         raise FitError(
             'find_batch_size: one of several processes that runs out of memory would leave the others '
             'waiting. Call it in one process.'
@@ -138,18 +132,10 @@ class _Trial(Callback):
         self.n_steps = 0
         # with a rate of 0 the weights stay finite, however many sizes are tried
         learn.fit(1, lr=0.0, cbs=self)
-        if not self.n_steps:
-            raise FitError(
-                'find_batch_size: no training step was run, because a callback cancels the fit, the '
-                'epoch or the batch. Leave it out with `with learn.removed_cbs(cb):`.'
-            )
 
     def before_batch(self) -> None:
         learn = self.learn
         learn.xb, learn.yb = slice_batch(learn.xb, learn.yb, self.n_known, [self.rows])[0]
-
-    def after_cancel_batch(self) -> None:
-        raise CancelFitException
 
     def after_batch(self) -> None:
         self.n_steps += 1

@@ -11,7 +11,7 @@ from typing_extensions import override
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
-from learnkit.core.errors import MetricError, OptionError, did_you_mean
+from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.time import Timestamp
 from learnkit.metrics.direction import as_comparison
 
@@ -52,19 +52,11 @@ class BestMetric(TrackerCallback):
     def __init__(
         self,
         source: str = 'valid_loss',  # column that decides which evaluation is best
-        targets: str | Iterable[str] | None = None,  # columns or patterns; None: all of evaluation
+        targets: str | Iterable[str] = '*',  # columns of evaluations, or patterns
         comp: Comparison | None = None,  # comp(new, best), 'less', 'greater', or `MetricProperties`
-        min_delta: float = 0.0,  # least change that counts as an improvement
-        reset_on_fit: bool = True,  # whether each fit resets the best value
     ) -> None:
-        if not isinstance(source, str):
-            raise OptionError(f'source={source!r}: give the name of a column.')
-        super().__init__(source, as_comparison(comp, source), min_delta, reset_on_fit)
-        if targets is None:
-            targets = '*'
+        super().__init__(source, as_comparison(comp, source))
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
-        if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
-            raise OptionError(f'targets={targets!r}: give columns, or patterns such as "test/*".')
         self.at_best = {}
         self.best_at = None
 
@@ -73,9 +65,8 @@ class BestMetric(TrackerCallback):
         "Find the columns."
         super().before_fit()
         self._match_columns()
-        if self.reset_on_fit:
-            self.at_best = {}
-            self.best_at = None
+        self.at_best = {}
+        self.best_at = None
 
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."

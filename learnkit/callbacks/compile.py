@@ -32,15 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, is_autocast_enabled, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.model import takes_batches
 from learnkit.engine.events import CONTEXTS
-from learnkit.engine.loop import Loop
 from learnkit.engine.loss import total_loss
-from learnkit.engine.own_loop import BATCH_METHODS
+from learnkit.engine.own_loop import list_overrides
 from learnkit.engine.seams import train_whole_batch
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -178,8 +176,7 @@ class WholeStep:
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
-        refused = self.refused or find_overrides(self.learn)
-        reasons = [self.failure] if self.failure else [*self._find_blocks(), *refused]
+        reasons = [self.failure] if self.failure else [*self._find_blocks(), *self.refused]
         if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
@@ -258,18 +255,10 @@ class WholeStep:
         self.compiled = None
 
 
-def find_overrides(learn: Learner) -> list[str]:
-    "Return a reason for each method of a training step that the Learner overrides."
-    cls = type(learn)
-    names = [
-        n for n in BATCH_METHODS if n in vars(learn) or getattr(cls, n) is not getattr(Loop, n)
-    ]
-    return [f'{cls.__name__} has its own `{name}`' for name in names]
-
-
 def find_refusals(learn: Learner) -> Iterator[str]:
     "Yield the permanent conditions that rule out a compiled step."
-    yield from find_overrides(learn)
+    for name in list_overrides(learn):
+        yield f'{type(learn).__name__} has its own `{name}`'
     for seam, holder in learn.seams.holders.items():
         if seam in ('model', 'loss', 'step'):
             yield f'{holder} holds the seam `{seam}` of the loop'
@@ -302,14 +291,7 @@ def find_options(opt: torch.optim.Optimizer) -> Iterator[str]:
 
 def find_hooks(learn: Learner) -> Iterator[str]:
     "Yield hooks and special parameters, which a compiled step would skip."
-    if nn.modules.module._has_any_global_hook():
-        yield 'there are hooks on every module'
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        yield 'there are hooks on every optimizer'
     opts = learn.opt.optimizers.values()
-    for opt in (learn.opt, *opts):
-        if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'):
-            yield 'the optimizer has another step'
     hooked: list[tuple[str, Any]] = [(type(opt).__name__, opt) for opt in opts]
     for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
         hooked += [(f'module {name or type(m).__name__}', m) for name, m in root.named_modules()]

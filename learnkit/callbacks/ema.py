@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,9 +45,6 @@ class EMA(Callback):
     average of new weights (another model, a replaced layer) starts at their present values. Loading
     weights restarts the whole average.
 
-    `EMA((0.99, 0.999))` keeps an average for each decay. The first one is evaluated;
-    `applied(decay=0.999)` and `copy_to(decay=0.999)` use another one.
-
     Checkpointed: the averages by name, and the numbers of steps and updates.
 
     Raises `OptionError` for invalid options and for a second EMA in the Learner, and `WeightsError`
@@ -61,8 +58,7 @@ class EMA(Callback):
 
     def __init__(
         self,
-        # share of the average kept at an update, which averages 1/(1-decay) steps; or several
-        decay: float | Sequence[float] = 0.999,
+        decay: float = 0.999,  # share of the average kept at an update: it averages 1/(1-decay) steps
         half_life: str | int | Time | None = None,  # steps to half the weight, instead of `decay`
         start: str | int | Time = 0,  # time of the first average: number of steps, '2ep', '0.5dur'
         every: str | int | Time = 1,  # number of steps between updates
@@ -72,16 +68,10 @@ class EMA(Callback):
         self.warmup = warmup
         if half_life is not None:
             decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
-        decays: Any = [decay] if is_number(decay) else decay
-        if not is_shares(decays):
-            raise bad_option(self, 'a share from 0 to below 1, or several', decay=decay)
-        if warmup is not None and not (is_number(warmup) and warmup > 0):
-            raise bad_option(self, 'a power above 0, such as 2/3, or None', warmup=warmup)
-        # the average of the first decay is evaluated
-        self.decay, *self.other_decays = map(float, decays)
+        if not is_number(decay) or not 0 <= decay < 1:
+            raise bad_option(self, 'a share from 0 to below 1', decay=decay)
+        self.decay = float(decay)
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
-        if self.start.unit == 'tok':
-            raise bad_option(self, 'a time: tokens are not counted', start=start)
         self._opt_steps = 0  # number of optimizer steps before the current one
         # the model's tensors and their own values, while the model holds the average
         self._raw: tuple[list[Tensor], list[Tensor]] | None = None
@@ -89,35 +79,29 @@ class EMA(Callback):
         self._use_depth: int | None = None
         self.restart()
 
-    def on_weights_restored(self) -> None:
-        "Discard the average."
-        self.restart()
-
     def restart(self) -> None:
         "Discard the average; a new average starts with the weights at the next training step."
         self._restore_weights()
-        # by name, for the first decay and each other one
-        self._averages: list[dict[str, Tensor]] = [{}, *({} for _ in self.other_decays)]
+        self._averages: dict[str, Tensor] = {}  # by name
         # module of each averaged tensor, by name; empty after loading, until `_link` finds them
         self._owners: dict[str, nn.Module] = {}
         self._tensors: list[Tensor] = []  # the model's tensors, in the order of the averages
         self._n_steps = 0
         self._n_updates = 0
 
+    on_weights_restored = restart
+
     @property
     def has_begun(self) -> bool:
         "Whether an average exists."
-        return bool(self._averages[0])
+        return bool(self._averages)
 
     # -- averaging ---------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
         if others:
-            raise OptionError(
-                f'{others[0]!r} averages this model already: give the decays to one EMA, '
-                f'`EMA(({others[0].decay:g}, {self.decay:g}))`.'
-            )
+            raise OptionError(f'{others[0]!r} averages this model already.')
 
     def before_load(self) -> None:
         self._restore_weights()  # otherwise they would overwrite the loaded weights later
@@ -128,7 +112,7 @@ class EMA(Callback):
 
     def before_train(self) -> None:
         self._restore_weights()
-        if self._averages[0]:
+        if self._averages:
             self._link()
         elif self.learn.time >= self.start and not has_lazy_tensors(self.learn.model):
             self._link()  # a lazy model has its first values at the first step
@@ -140,7 +124,7 @@ class EMA(Callback):
         if self.learn.opt.n_steps == self._opt_steps:
             return  # the step was skipped
         self._n_steps += 1
-        if not self._averages[0]:
+        if not self._averages:
             if self.learn.time >= self.start:
                 self._link()
         elif self._n_steps % self.every == 0:
@@ -148,43 +132,33 @@ class EMA(Callback):
 
     def update(self) -> None:
         "Move the average towards the current weights."
-        tensors = local_shards(self._tensors)
-        for decay, averages_by_name in zip(self._decays(), self._averages, strict=True):
-            if self.warmup is not None:
-                decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
-            averages = local_shards(averages_by_name.values())
-            weights = [
-                t if t.dtype is a.dtype else t.to(a.dtype)
-                for t, a in zip(tensors, averages, strict=True)
-            ]
-            if averages:
-                get_ema_multi_avg_fn(decay)(averages, weights, None)
+        decay = self.decay
+        if self.warmup is not None:
+            decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
+        averages = local_shards(self._averages.values())
+        pairs = zip(local_shards(self._tensors), averages, strict=True)
+        weights = [t if t.dtype is a.dtype else t.to(a.dtype) for t, a in pairs]
+        if averages:
+            get_ema_multi_avg_fn(decay)(averages, weights, None)
         self._n_updates += 1
-
-    def _decays(self) -> list[float]:
-        return [self.decay, *self.other_decays]
 
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
         model = self.learn.model
         if not self._owners:
-            check_averages(self._averages[0], model)
-        known = self._owners or dict.fromkeys(self._averages[0])
+            check_averages(self._averages, model)
+        known = self._owners or dict.fromkeys(self._averages)
         owners = {}
         tensors = {}
+        averages = {}
         for name, t in find_tensors(model).items():
             owner = model.get_submodule(name.rpartition('.')[0])
             is_known = name in known and known[name] in (owner, None)
             if is_known or is_averaged(t):
                 owners[name] = owner
                 tensors[name] = t
-                if not is_known:
-                    for averages in self._averages:
-                        averages.pop(name, None)
-        for i, averages in enumerate(self._averages):
-            self._averages[i] = {
-                name: start_average(t, averages.get(name)) for name, t in tensors.items()
-            }
+                averages[name] = start_average(t, self._averages.get(name) if is_known else None)
+        self._averages = averages
         self._owners = owners
         self._tensors = list(tensors.values())
 
@@ -195,40 +169,29 @@ class EMA(Callback):
             self._use(self.learn.run.depth)
 
     def after_validate(self) -> None:
-        self._end_use(self.learn.run.depth)
+        if self._use_depth == self.learn.run.depth:
+            self._restore_weights()
 
-    def after_cancel_epoch(self) -> None:
-        self._end_use(self.learn.run.depth)
-
-    def after_cancel_fit(self) -> None:
-        self._end_use(self.learn.run.depth)
+    after_cancel_epoch = after_cancel_fit = after_validate
 
     def cleanup(self) -> None:
-        self._end_use(self._use_depth)
+        if self._use_depth is not None:
+            self._restore_weights()
 
     def on_run_failed(self) -> None:
         if self._use_depth is not None and self._use_depth >= self.learn.run.depth:
             self._restore_weights()
 
-    def _use(self, depth: int | None, index: int = 0) -> None:
-        "Copy an average into the model's own memory, so that references to it stay valid."
+    def _use(self, depth: int | None) -> None:
+        "Copy the average into the model's own memory, so that references to it stay valid."
         self._link()
         self._raw = (self._tensors, [t.detach().clone() for t in self._tensors])
         self._use_depth = depth
-        copy_values(self._tensors, list(self._averages[index].values()))
+        copy_values(self._tensors, list(self._averages.values()))
 
-    def _find_average(self, decay: float | None) -> int:
-        "Return the index of a decay's average, 0 for None; raise `WeightsError` if there is no average yet."
+    def _check_begun(self) -> None:
         if not self.has_begun:
             raise WeightsError(f'EMA has no average yet: it begins at {self.start} of training.')
-        decays = self._decays()
-        if decay is not None and decay not in decays:
-            raise bad_option(self, f'one of {decays}', decay=decay)
-        return 0 if decay is None else decays.index(decay)
-
-    def _end_use(self, depth: int | None) -> None:
-        if depth is not None and depth == self._use_depth:
-            self._restore_weights()
 
     def _restore_weights(self) -> None:
         "Restore the model's own weights, bit for bit."
@@ -238,17 +201,12 @@ class EMA(Callback):
         self._raw = self._use_depth = None
 
     @contextmanager
-    def applied(
-        self,
-        decay: float | None = None,  # decay of the average, of several; None: the first
-    ) -> Iterator[nn.Module]:
+    def applied(self) -> Iterator[nn.Module]:
         "Return a context in which the model holds the average; its own weights are restored after it."
-        index = self._find_average(decay)
+        self._check_begun()
         is_outermost = self._raw is None
         if is_outermost:
-            self._use(None, index)
-        elif index:
-            raise OptionError(f'The model holds an average already: it cannot hold decay={decay}.')
+            self._use(None)
         raw = self._raw
         try:
             yield self.learn.model
@@ -257,63 +215,36 @@ class EMA(Callback):
             if is_outermost and self._raw is raw:
                 self._restore_weights()
 
-    def copy_to(
-        self,
-        model: nn.Module | None = None,  # model with the same parameter names; None: the Learner's
-        decay: float | None = None,  # decay of the average, of several; None: the first
-    ) -> nn.Module:
-        "Copy the average into a model permanently; return it. Raises `WeightsError` on a mismatch."
-        index = self._find_average(decay)
-        averages = self._averages[index]
-        if model is None:
-            if self._raw is None:
-                self._use(None, index)
-            else:
-                copy_values(self._tensors, list(averages.values()))
-            self._raw = self._use_depth = None  # nothing restores the model's own weights
-            return self.learn.model
-        check_averages(averages, model)
-        tensors = find_tensors(model)
-        for name, average in averages.items():
-            tensors[name].data.copy_(distribute_like(average, tensors[name]))
-        return model
+    def copy_to(self) -> nn.Module:
+        "Copy the average into the model permanently; return the model."
+        self._check_begun()
+        if self._raw is None:
+            self._use(None)
+        self._raw = self._use_depth = None  # nothing restores the model's own weights
+        return self.learn.model
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return the averages by name, and the numbers of steps and updates."
-        state: dict[str, Any] = {
-            'averages': dict(self._averages[0]),
+        return {
+            'averages': dict(self._averages),
             'n_steps': self._n_steps,
             'n_updates': self._n_updates,
         }
-        if self.other_decays:
-            others = zip(self.other_decays, self._averages[1:], strict=True)
-            state['others'] = {str(decay): dict(averages) for decay, averages in others}
-        return state
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the averages. Raises `WeightsError`, and loads nothing, if they do not match the model."
-        others = {float(decay): averages for decay, averages in sd.get('others', {}).items()}
         if self.learn is not None:
-            for averages in (sd['averages'], *others.values()):
-                check_averages(averages, self.learn.model)
-        if sd['averages'] and set(others) != set(self.other_decays):
-            raise WeightsError(
-                f'The averages are of other decays ({", ".join(map(str, others)) or "one"} besides the first) '
-                f'than {self!r}: build it as it was saved; nothing was loaded.'
-            )
+            check_averages(sd['averages'], self.learn.model)
         self.restart()
         self._n_steps = sd['n_steps']
         self._n_updates = sd['n_updates']
         if not sd['averages']:
             return
-        loaded = [sd['averages'], *(others[decay] for decay in self.other_decays)]
-        self._averages = []
-        for averages in loaded:
-            self._averages.append({name: a.clone() for name, a in averages.items()})
+        self._averages = {name: a.clone() for name, a in sd['averages'].items()}
         if self.learn is not None:
             self._link()
 
@@ -322,13 +253,6 @@ def copy_values(tensors: list[Tensor], values: list[Tensor]) -> None:
     "Copy values into a model's tensors, hidden from autograd graphs, which see the old ones again."
     for t, value in zip(local_shards(tensors), local_shards(values), strict=True):
         t.data.copy_(value)
-
-
-def is_shares(values: Any) -> bool:
-    "Return True for a list or tuple of different numbers from 0 to below 1."
-    if not isinstance(values, (list, tuple)) or not values or len(set(values)) < len(values):
-        return False
-    return all(is_number(value) and 0 <= value < 1 for value in values)
 
 
 def find_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -125,12 +125,7 @@ class MetricColumns:
         for key in flatten_mapping(value):
             if key in columns:
                 continue
-            column = key if key not in taken else f'{name}_{key}'
-            if column in taken:
-                raise MetricError(
-                    f'{name}: there is a column {column!r} already. Give one of the metrics another name.'
-                )
-            columns[key] = column
+            columns[key] = column = key if key not in taken else f'{name}_{key}'
             taken.add(column)
 
     def values(self, name: str, value: Any, prefix: str = '') -> dict[str, Any]:
@@ -200,15 +195,15 @@ def _read_merged(m: Metric, states: list[Any], n: int, device: torch.device) -> 
 def metric_states(
     metrics: Iterable[Metric],  # training metrics
 ) -> list[dict[str, Any]]:
-    "Return the accumulated state of each metric, or the reason that it cannot be saved."
-    return [{'name': m.name, 'kind': type(m).__name__, **_metric_state(m)} for m in metrics]
+    "Return the name and the accumulated state of each metric; None for a state that cannot be saved."
+    return [{'name': m.name, 'state': _metric_state(m)} for m in metrics]
 
 
-def _metric_state(m: Metric) -> dict[str, Any]:
+def _metric_state(m: Metric) -> dict[str, Any] | None:
     try:
-        return {'state': m.state_dict() if measures_batches(m) else {}}
-    except MetricError as e:
-        return {'why': str(e)}
+        return m.state_dict() if measures_batches(m) else {}
+    except MetricError:
+        return None
 
 
 def load_metrics(
@@ -216,19 +211,16 @@ def load_metrics(
     states: list[dict[str, Any]],  # result of `metric_states`
 ) -> None:
     "Load the state of each metric, by name, and warn of metrics without a usable state."
-    saved = {sd['name']: sd for sd in states}
+    saved = {sd['name']: sd.get('state') for sd in states}
     for m in metrics:
         if not measures_batches(m):
             continue
-        try:
-            sd = saved.get(m.name, {})
-            if 'state' not in sd:
-                raise MetricError(sd.get('why', 'the checkpoint has no metric of this name'))
-            if sd['kind'] != type(m).__name__:
-                raise MetricError(f'it was a {sd["kind"]}')
-            m.load_state_dict(sd['state'])
-        except MetricError as e:
+        state = saved.get(m.name)
+        if state is not None:
+            m.load_state_dict(state)
+        else:
             m.reset()
             warn_user(
-                f'`{m.name}` ({e}): its training value counts the batches after the resume only.'
+                f'The checkpoint has no state of `{m.name}`: its training value counts the batches '
+                'after the resume only.'
             )

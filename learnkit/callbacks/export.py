@@ -42,12 +42,11 @@ from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
-from learnkit.engine.events import EVENTS, canonical_event
+from learnkit.engine.events import canonical_event
 
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 SIZES = (1, 3)  # batch sizes that an exported program is tested with
-FIT_EVENTS = EVENTS[EVENTS.index('before_fit') : EVENTS.index('after_fit') + 1]
 
 Case = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional and named inputs, and the output
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -58,8 +57,7 @@ class LoadWeights(Callback):
 
     The other arguments are as in `learn.load`. A resumed fit has the weights of its checkpoint:
     events that occur again load nothing. Raises `WeightsError` before training if the file does not
-    exist, `UnknownEventError` for an unknown event, `OptionError` for an event outside a fit, such
-    as `close`, and all errors of `learn.load`.
+    exist, `UnknownEventError` for an unknown event, and all errors of `learn.load`.
 
     >>> LoadWeights('pretrained', at='before_epoch')
     LoadWeights(file='pretrained', at='before_epoch')
@@ -77,13 +75,8 @@ class LoadWeights(Callback):
         with_opt: bool | None = False,  # whether to load the optimizer's state; None: if present
         strict: bool = True,  # whether all names must match; False: load those that match
     ) -> None:
-        resolve_path(file, Path())
         self.file = file
         self.at = canonical_event(at, where='LoadWeights')
-        if self.at not in FIT_EVENTS:
-            raise OptionError(
-                f"LoadWeights(at={at!r}): give an event of a fit, from 'before_fit' to 'after_fit'."
-            )
         self.with_opt = with_opt
         self.strict = strict
         if self.at != 'before_fit':
@@ -140,25 +133,20 @@ class ExportForInference(Callback):
     def __init__(
         self,
         fname: str | Path = 'export',  # name below `learn.path`, or absolute path
-        formats: str | tuple[str, ...] = ('torch.export',),  # 'torch.export', 'onnx', or both
+        # 'torch.export', 'onnx', or both; None: 'onnx' for a name that ends in .onnx, else 'torch.export'
+        formats: str | tuple[str, ...] | None = None,
         act: Callable[[Any], Any] | None = None,  # function of the outputs, such as a softmax
         sample: Any = None,  # example inputs; None: inputs of the first batch of the data
     ) -> None:
+        if formats is None:
+            formats = 'onnx' if Path(fname).suffix == '.onnx' else 'torch.export'
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
-        if not self.formats or not FORMATS.keys() >= set(self.formats):
+        if not FORMATS.keys() >= set(self.formats):
             raise OptionError(f'formats={formats!r}: give one or more of {tuple(FORMATS)}.')
-        resolve_path(fname, Path(), suffix='')
-        is_onnx_file = Path(fname).suffix == '.onnx' and 'onnx' not in self.formats
-        if str(fname) in FORMATS or is_onnx_file:
-            raise OptionError(
-                f'ExportForInference({str(fname)!r}) is the name of a file, which would be written by torch.export. '
-                "For ONNX, give `formats='onnx'`."
-            )
         self.fname = fname
         self.act = act
         self.sample = sample
         self.files = []
-        self._exportable: Any = None  # model that is known to be exportable
 
     def before_fit(self) -> None:
         "Check that the export will succeed."
@@ -174,11 +162,8 @@ class ExportForInference(Callback):
             check_file(path)
         if 'onnx' in self.formats:
             check_libraries('Exporting to ONNX', *ONNX)
-        if self._exportable is learn.model:
-            return
         with preserved_rng(), _evaluation_mode(learn.model) as m:
             export_program(m, *make_zero_rows(self._inputs()), self.act)
-        self._exportable = learn.model
 
     def after_fit(self) -> None:
         "Export the model, check the files, and move them to their paths."

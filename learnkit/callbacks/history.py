@@ -77,10 +77,6 @@ class Values(L):
     def _new(self, items: Any, *args: Any, **kwargs: Any) -> L:
         return L(items, *args, use_list=None, **kwargs)  # a part, whose names are not known
 
-    def to_dict(self) -> dict[str, Any]:
-        "Return the values by name."
-        return dict(zip(self.names, self, strict=True))
-
     def __repr__(self) -> str:
         cells = (f'{v:.6g}' if isinstance(v, float) else repr(v) for v in self)
         return f'[{", ".join(map("=".join, zip(self.names, cells, strict=True)))}]'

@@ -35,8 +35,6 @@ class Hook:
     too. A module inside compiled code does not call its hooks; under a Learner, `HookCallback` runs
     the model uncompiled.
 
-    Raises `OptionError` if `m` is not a module.
-
     >>> import torch
     >>> layer = nn.Linear(3, 2)
     >>> with Hook(layer, lambda m, i, o: (i[0].shape, o.shape)) as h: _ = layer(torch.zeros(5, 3))
@@ -53,8 +51,6 @@ class Hook:
         cpu: bool = False,  # with `detach`: whether to copy tensors to the CPU, synchronously
         gather: bool = False,  # accepted as in fastai, and ignored
     ) -> None:
-        if not isinstance(m, nn.Module):
-            raise OptionError(f'A hook is put on an nn.Module, not on {m!r}.')
         self.hook_func = hook_func
         self.detach = detach
         self.cpu = cpu
@@ -121,13 +117,7 @@ class Hooks:
         detach: bool = True,
         cpu: bool = False,
     ) -> None:
-        self.hooks: list[Hook] = []
-        try:
-            for m in ms:
-                self.hooks.append(Hook(m, hook_func, is_forward, detach, cpu))
-        except BaseException:
-            self.remove()
-            raise
+        self.hooks = [Hook(m, hook_func, is_forward, detach, cpu) for m in ms]
 
     @property
     def stored(self) -> L:
@@ -329,12 +319,6 @@ class HookCallback(Callback):
         "Remove the hooks."
         self._remove()
 
-    def __setattr__(self, name: str, value: object) -> None:
-        # no event is called when the callback is switched off or removed from its Learner
-        if (name == 'run' and not value) or (name == 'learn' and value is None):
-            self._remove()
-        super().__setattr__(name, value)
-
     def _find(self) -> None:
         model = unwrap_compiled(self.learn.model)
         if self._requested is not None:
@@ -349,8 +333,6 @@ class HookCallback(Callback):
         self.modules = [m for _, m in found]
 
     def _register(self) -> None:
-        if not self.modules:
-            self._find()  # the callback was added during the fit
         with ExitStack() as stack:
             stack.enter_context(run_uncompiled(self.learn.model))
             self.hooks = stack.enter_context(
@@ -379,11 +361,7 @@ def _list_modules(modules: Any) -> list[Any]:
     "Return modules and names as a list; replace a container of modules by its modules."
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         return list(modules)
-    found = as_list(modules)
-    for o in found:
-        if not isinstance(o, (nn.Module, str)):
-            raise OptionError(f'modules: {o!r} is neither an nn.Module nor the name of one.')
-    return found
+    return as_list(modules)
 
 
 def _find_module(model: nn.Module, wanted: nn.Module | str) -> tuple[str, nn.Module]:

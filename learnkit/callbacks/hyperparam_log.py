@@ -88,9 +88,8 @@ class HyperparamLog:
         "Restore the recorded steps."
         self.__init__()  # type: ignore[misc]
         for name, column in sd['columns'].items():
-            values = column.tolist() if isinstance(column, Tensor) else column
-            self._columns[name] = array('d', _as_numbers(values))
-            self._n_steps = len(values)
+            self._columns[name] = array('d', column.tolist())
+            self._n_steps = len(column)
 
 
 def _as_numbers(values: list[Any]) -> list[float]:

@@ -7,6 +7,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from learnkit.callbacks.plots import Points
 from learnkit.callbacks.recorder import records
 from learnkit.core.html import DisplayHandle, in_notebook
 from learnkit.core.plotting import color, encode_figure, pyplot
@@ -15,9 +16,6 @@ from learnkit.engine.callback import Callback
 PATIENCE_S = 0.5  # a fit that ends sooner is drawn once
 INTERVAL_S = 2.5  # least number of seconds between two plots
 SKIP = 5  # number of first steps to leave out, whose losses are much higher
-MAX_POINTS = 1000  # largest number of points of the training loss
-
-Points = list[list[float]]  # [step, loss] each
 
 
 class ShowGraph(Callback):
@@ -69,16 +67,7 @@ class ShowGraph(Callback):
     @property
     def valid_losses(self) -> dict[str, Points]:
         "Validation losses of the last fit, by loader."
-        recorder = records(self)
-        n_before = self.learn.time.ba - recorder.smooth_loss.count  # batches of earlier fits
-        losses: dict[str, Points] = {}
-        for evaluation in recorder.evaluations:
-            step = evaluation['ba'] - n_before
-            for name, value in evaluation.items():
-                dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
-                if step > 0 and dl_name != name and value is not None:
-                    losses.setdefault(dl_name, []).append([step, float(value)])
-        return losses
+        return records(self).valid_losses
 
     def cleanup(self) -> None:
         "Show the final figure, also after an error."
@@ -124,13 +113,15 @@ class LossGraph:
             self.ax = self.fig.add_subplot()
         ax = self.ax
         ax.clear()
-        ax.plot(*zip(*thin_losses(losses), strict=True), color=color(0), label='train')
+        first = SKIP if len(losses) > 2 * SKIP else 0
+        steps = range(first + 1, len(losses) + 1)
+        ax.plot(steps, losses[first:], color=color(0), label='train')
         for i, (name, points) in enumerate(valid.items(), 1):
             ax.plot(*zip(*points, strict=True), 'o-', markersize=3, color=color(i), label=name)
         ax.set(xlabel='step', ylabel='loss')
         ax.legend(loc='upper right')
         image = encode_figure(self.fig)
-        self.area.show({'image/png': image, 'text/plain': describe_losses(losses, valid)})
+        self.area.show({'image/png': image, 'text/plain': f'losses of {len(losses)} steps'})
 
 
 class MasterBar:
@@ -152,28 +143,3 @@ class MasterBar:
         (_, losses), (steps, valid_losses) = graphs
         points = [[float(x), float(y)] for x, y in zip(steps, valid_losses, strict=True)]
         self.graph.draw([float(loss) for loss in losses], {'valid': points})
-
-
-def thin_losses(losses: list[float]) -> Points:
-    """Return at most `MAX_POINTS` points (step, loss), always with the last step.
-
-    >>> points = thin_losses([1.] * 100_000)
-    >>> len(points) <= MAX_POINTS, points[-1]
-    (True, [100000, 1.0])
-    """
-    n = len(losses)
-    first = SKIP if n > 2 * SKIP else 0
-    every = (n - first) // MAX_POINTS + 1
-    return [[i + 1, losses[i]] for i in range(n - 1, first - 1, -every)][::-1]
-
-
-def describe_losses(losses: list[float], valid: dict[str, Points]) -> str:
-    """Return the last losses as text.
-
-    >>> describe_losses([3., 1.], {'valid': [[2, 0.5]]})
-    'loss after 2 steps: train 1.0000, valid 0.5000'
-    """
-    last = {'train': losses[-1]} if losses else {}
-    last |= {name: points[-1][1] for name, points in valid.items()}
-    values = ', '.join(f'{name} {loss:.4f}' for name, loss in last.items())
-    return f'loss after {len(losses)} steps: {values}'

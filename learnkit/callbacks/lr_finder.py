@@ -23,19 +23,17 @@ from learnkit.callbacks.lr_suggestions import (
     valley,
 )
 from learnkit.callbacks.schedule import ParamScheduler
-from learnkit.core.batch import short_repr
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import (
     CancelFitException,
     LossError,
     MissingExtraError,
-    OptionError,
     ScheduleError,
 )
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
-from learnkit.core.validation import is_count, warn_user
+from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import declared
@@ -143,10 +141,6 @@ class LRFinder(ParamScheduler):
         if not low.ndim:
             low, high = float(low), float(high)
         super().__init__({'lr': SchedExp(low, high)})
-        if not is_count(num_it):
-            raise OptionError(
-                f'num_it={short_repr(num_it)}: give a whole number, 1 or more; 100 are better.'
-            )
         self.num_it = max(int(num_it), 6)
         self.stop_div = stop_div
         self._cleanups = ExitStack()
@@ -244,7 +238,7 @@ def lr_find(
     ax: Any,
 ) -> Any:
     "Train a few batches with a growing rate, undo the training, and return suggested rates."
-    funcs = _name_functions(suggest_funcs)
+    funcs = {name_of(unwrap_partial(f)): f for f in as_list(suggest_funcs)}
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     finder._undoes_fit = False
     check_not_running(learn)
@@ -268,15 +262,6 @@ def lr_find(
         except MissingExtraError as e:
             warn_user(f'{e}, or pass show_plot=False.')
     return suggested
-
-
-def _name_functions(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
-    "Return suggestion functions by name; raise `OptionError` if one is not callable."
-    funcs = as_list(suggest_funcs)
-    for f in funcs:
-        if not callable(f):
-            raise OptionError(f'suggest_funcs: {f!r} is not a function of (lrs, losses, num_it).')
-    return {name_of(unwrap_partial(f)): f for f in funcs}
 
 
 def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_it: int) -> Any:

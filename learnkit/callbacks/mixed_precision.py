@@ -19,8 +19,8 @@ from learnkit.core.errors import (
     did_you_mean,
 )
 from learnkit.core.model import model_device
-from learnkit.core.validation import check_count, check_number, warn_user
-from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards, total_norm
+from learnkit.core.validation import warn_user
+from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.engine.callback import Callback
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MixedPrecision(Callback):
     fits share one scale. Checkpointed, with fp16: the scaler's state, `n_skipped`, and the
     optimizers whose pending gradients are scaled.
 
-    Raises `OptionError` for invalid options and, when a fit begins, for two callbacks of different
+    Raises `OptionError` for an unknown mode and, when a fit begins, for two callbacks of different
     modes. With fp16 a fit also raises `ModelError` for weights in fp16, and `OptimizerError` for an
     optimizer that evaluates the loss again (LBFGS).
 
@@ -77,21 +77,12 @@ class MixedPrecision(Callback):
     def __init__(
         self,
         amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 on a GPU, else bf16
-        init_scale: float = 2.0**16,  # initial scale of the loss; fp16 only, as are the following
-        growth_factor: float = 2.0,  # factor of the scale after `growth_interval` steps
-        backoff_factor: float = 0.5,  # factor of the scale after a gradient that is not finite
-        growth_interval: int = 2000,  # number of steps
+        **scaler: Any,  # options of `torch.amp.GradScaler`: init_scale, growth_interval, ...
     ) -> None:
         super().__init__()
         on_gpu = torch.cuda.is_available()
         self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
-        check_number('init_scale', init_scale)
-        check_number('growth_factor', growth_factor, above=1)
-        check_number('backoff_factor', backoff_factor, below=1)
-        check_count('growth_interval', growth_interval)
-        self.scaler = torch.amp.GradScaler(
-            'cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled=self.scales
-        )
+        self.scaler = torch.amp.GradScaler('cpu', enabled=self.scales, **scaler)
         self.n_skipped = 0  # number of skipped steps, over all fits
         self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
@@ -114,7 +105,7 @@ class MixedPrecision(Callback):
                 f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
                 'Mixed precision keeps them in float32: `learn.model.float()`.'
             )
-        if self.opt.needs_closure and self.scales:
+        if self.opt.needs_closure:
             raise OptimizerError(
                 f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
                 "these cannot be scaled. Use MixedPrecision('bf16')."
@@ -174,34 +165,17 @@ class MixedPrecision(Callback):
 
     def _update_scale(self) -> None:
         "Update the scale, and rescale pending gradients of other optimizers."
-        if not self._scaled:
-            return self.scaler.update()
         before = self.scaler.get_scale()
         self.scaler.update()
-        scale = self.scaler.get_scale()
-        if scale == before:
-            return
         grads = local_shards(grad for _, grad in self._grads(self._scaled))
         if grads:
-            torch._foreach_mul_(grads, scale / before)
+            torch._foreach_mul_(grads, self.scaler.get_scale() / before)
 
     def cleanup(self) -> None:
-        "Unscale pending gradients: the next fit may run without this callback."
-        if not self._scaled:
-            return
-        grads = [grad for _, grad in self._grads(self._scaled)]
-        self._scaled = set()
-        scale = self.scaler.get_scale()
-        learn = self.learn
-        if 'loss_grad' in learn.__dict__:
-            learn.loss_grad = learn.loss_grad / scale
-        if not grads:
-            return
-        if total_norm(grads, float('inf')).isfinite():
-            torch._foreach_div_(local_shards(grads), scale)
-        else:  # the scale was too high: the step is skipped like any other
-            learn.opt.zero_grad()
-            self.n_skipped += 1
+        "Drop scaled gradients that no step has used."
+        if self._scaled:
+            self._scaled = set()
+            self.learn.opt.zero_grad()
 
     def _current_names(self) -> set[str]:
         "Return the names of the optimizers of the current step."

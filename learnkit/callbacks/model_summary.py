@@ -49,14 +49,13 @@ class Layer:
     n_calls: int
     n_params: int  # own parameters, without children and without parameters of rows above
     n_trained: int  # own parameters that require gradients
-    is_tied: bool  # whether all its parameters were counted in rows above
 
     def cells(self) -> tuple[str, str, str, str, str]:
         "Return the printed cells of the row."
         kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
         output = self.output if self.n_calls else 'not called'
         if not self.n_params:
-            return self.name or '(model)', kind, output, 'tied' if self.is_tied else '', ''
+            return self.name or '(model)', kind, output, '', ''
         trained = {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
         return self.name or '(model)', kind, output, f'{self.n_params:,}', trained
 
@@ -179,8 +178,7 @@ def _make_layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Par
     new = own - counted
     counted |= own
     output = outputs[0] if outputs else ''
-    is_tied = bool(own and not new)
-    return Layer(name, type(m).__name__, output, len(outputs), *_count(new), is_tied)
+    return Layer(name, type(m).__name__, output, len(outputs), *_count(new))
 
 
 def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
@@ -289,9 +287,8 @@ def restored_model(model: nn.Module) -> Iterator[None]:
 def dummy_eval(
     m: nn.Module,
     size: tuple[int, ...] = (64, 64),  # height and width of the random image
-    inputs: Any = None,  # example input, or tuple of inputs, instead of the image
 ) -> Any:
-    """Evaluate a model on one random image `(1, channels, *size)`, or on `inputs`; return the output.
+    """Evaluate a model on one random image `(1, channels, *size)`; return the output.
 
     Modes, random generators and buffers are restored. Raises `ModelError` if the number of channels
     is unknown.
@@ -300,11 +297,9 @@ def dummy_eval(
     torch.Size([1, 8, 8, 10])
     """
     with restored_model(m), run_uncompiled(m):
-        if inputs is None:
-            p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
-            image = torch.empty(1, _count_channels(m), *size, device=p.device, dtype=p.dtype)
-            inputs = image.uniform_(-1, 1)
-        return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))
+        p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
+        image = torch.empty(1, _count_channels(m), *size, device=p.device, dtype=p.dtype)
+        return m.eval()(image.uniform_(-1, 1))
 
 
 def _count_channels(m: nn.Module) -> int:
@@ -312,23 +307,20 @@ def _count_channels(m: nn.Module) -> int:
     for layer in m.modules():
         if isinstance(layer, nn.Conv2d):
             return layer.in_channels
-    raise ModelError(
-        f'{type(m).__name__} has no 2-d convolution: pass an example of its input, `inputs=x`.'
-    )
+    raise ModelError(f'{type(m).__name__} has no 2-d convolution, so its images are unknown.')
 
 
 def model_sizes(
     m: nn.Module,
     size: tuple[int, ...] = (64, 64),  # height and width of the random image
-    inputs: Any = None,  # example input, or tuple of inputs, instead of the image
 ) -> list[Any]:
     """Return the shape of each child's output, nested like the output; None for a child not called.
 
-    >>> model_sizes(nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 4)), inputs=torch.zeros(5, 1, 3))
-    [torch.Size([5, 1, 2]), (torch.Size([5, 1, 4]), (torch.Size([1, 1, 4]), torch.Size([1, 1, 4])))]
+    >>> model_sizes(nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)), (8, 8))
+    [torch.Size([1, 8, 6, 6]), torch.Size([1, 8, 3, 3])]
     """
     with Hooks(_list_parts(m), lambda m, i, o: map_tensors(o, lambda t: t.shape)) as hooks:
-        dummy_eval(m, size, inputs)
+        dummy_eval(m, size)
     return list(hooks.stored)
 
 

@@ -14,7 +14,7 @@ from learnkit.callbacks.hooks import Hooks, run_uncompiled
 from learnkit.callbacks.model_summary import restored_model
 from learnkit.core.batch import apply_model, form_of, tensors_in
 from learnkit.core.model import bare_model, name_of
-from learnkit.distributed.dtensor import local_shard, unpack_shards
+from learnkit.distributed.dtensor import local_shard, total_norm
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -26,27 +26,13 @@ if TYPE_CHECKING:
 def all_finite(
     tensors: list[Tensor],  # tensors on one device; on a GPU the host waits for the result
 ) -> bool:
-    """Return True if every number in a list of tensors is finite, in one fused operation.
-
-    The fused check of a gradient scaler is three times as fast as a norm; it multiplies by 1.
+    """Return True if every number in a list of tensors is finite.
 
     >>> all_finite([torch.full((3,), 1e30)]), all_finite([torch.ones(2), torch.tensor([1., -torch.inf])])
     (True, False)
     """
-    if not tensors:
-        return True
-    local_tensors, _, group = unpack_shards(tensors)
-    dense = [t.coalesce().values() if t.is_sparse else t for t in local_tensors]
-    device = dense[0].device
-    found = torch.zeros(1, device=device)
-    one = torch.ones(1, device=device)
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_(dense, found, one)
-    except (RuntimeError, NotImplementedError):
-        found.fill_(not all(map(is_finite, dense)))  # other types, or tensors on several devices
-    if group is not None:
-        torch.distributed.all_reduce(found, group=group)
-    return not found.item()
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    return not dense or bool(total_norm(dense, float('inf')).isfinite())
 
 
 def is_finite(value: Any) -> bool:
@@ -122,13 +108,8 @@ def find_bad_data(learn: Learner, indices: list[int] | None) -> list[str]:
     if learn.batch is not None:  # an overridden `all_batches` does not set it
         raw = form_of(learn.dls, learn.dl_name).split(learn.batch, predicting=True)
     bad = [name + describe_rows(rows, indices) for name, rows in iter_bad_entries(*raw)]
-    if bad:
-        return bad
-    whole = 'microbatch' if learn.microbatch else 'batch'
-    entries = iter_bad_entries(learn.xb, learn.yb)
-    return [
-        f'{name}{describe_rows(rows, None, whole)}, as a callback left it' for name, rows in entries
-    ]
+    left = iter_bad_entries(learn.xb, learn.yb)
+    return bad or [f'{name}, as a callback left it' for name, _ in left]
 
 
 def iter_bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple[str, list[int]]]:
@@ -152,13 +133,13 @@ def iter_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from iter_leaves(f'{name}[{k!r}]', v)
 
 
-def describe_rows(rows: list[int], indices: list[int] | None, whole: str = 'batch') -> str:
+def describe_rows(rows: list[int], indices: list[int] | None) -> str:
     "Return the samples of some rows as a phrase, by data-set indices or by rows."
     if not rows:
         return ''
     s = 's' * (len(rows) > 1)
     if not indices or rows[-1] >= len(indices):
-        return f' in row{s} {format_few(rows)} of the {whole}'
+        return f' in row{s} {format_few(rows)} of the batch'
     return f' in sample{s} {format_few([indices[r] for r in rows])} of the data set (row{s} {format_few(rows)})'
 
 

@@ -194,8 +194,5 @@ class TerminateOnNaNCallback(GuardNonFinite):
     'stop'
     """
 
-    def __init__(
-        self,
-        grads: bool = False,  # whether to check the gradients too
-    ) -> None:
-        super().__init__('stop', grads)
+    def __init__(self) -> None:
+        super().__init__('stop', grads=False)

@@ -102,16 +102,8 @@ class OptunaPruning(Callback):
             self._reason = f'{self.monitor} is {float(value):.6g} at step {step}.'
             learn.run.stopping = True
 
-    def after_fit(self) -> None:
-        "Raise `TrialPruned` in an outer run that started this fit, too."
-        if self.learn.fitting and self.learn.run.depth > 1:
-            self._raise_pruned()
-
     def cleanup(self) -> None:
         "Raise `TrialPruned`, which ends the run after the cleanup of all other callbacks."
-        self._raise_pruned()
-
-    def _raise_pruned(self) -> None:
         reason = self._reason
         self._reason = ''
         if reason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 Point = tuple[int, float]  # epoch and value
+Points = list[list[float]]  # [step, loss] each
 
 
 class Plots:
@@ -27,12 +28,10 @@ class Plots:
     loss: Metric
     smooth_loss: AvgSmoothLoss
     iters: L
-    values: L
+    evaluations: list[dict[str, Any]]
     hps: Any
     history: Any
-    metric_names: L
     is_shown: Callable[[str], bool]
-    _valid_name: Callable[[Metric, str], str]
 
     def plot_loss(
         self,
@@ -58,34 +57,30 @@ class Plots:
         if show_epochs:
             for step in self.iters:
                 ax.axvline(step, color='grey', linestyle=':', linewidth=1)
-        valid_losses = self._list_valid_losses(skip_start) if with_valid else ()
-        for i, (name, points) in enumerate(valid_losses, 1):
+        valid_losses = self.valid_losses if with_valid else {}
+        for i, (name, points) in enumerate(valid_losses.items(), 1):
             draw(*zip(*points, strict=True), 'o-', color=color(i), markersize=4, label=name)
         ax.set(xlabel='step', ylabel='loss', title='learning curve')
         ax.legend()
         return ax
 
-    def _list_valid_losses(self, skip_start: int) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
-        "Yield the name of each validation loader, and its losses as points of step and loss."
-        columns = self.metric_names[1:]
-        for dl_name, _ in evaluation_loaders(self.learn.dls):
-            name = self._valid_name(self.loss, dl_name)
-            if name not in columns:
-                continue
-            i = columns.index(name)
-            points = [
-                (step, values[i])
-                for step, values in zip(self.iters, self.values, strict=True)
-                if step >= skip_start and len(values) > i
-            ]
-            if points:
-                yield name.removesuffix('_loss').removesuffix('/loss'), points
+    @property
+    def valid_losses(self) -> dict[str, Points]:
+        "Validation losses of every evaluation of the last fit, by loader."
+        n_before = self.learn.time.ba - self.smooth_loss.count  # batches of earlier fits
+        losses: dict[str, Points] = {}
+        for evaluation in self.evaluations:
+            step = evaluation['ba'] - n_before
+            for name, value in evaluation.items():
+                dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
+                if step > 0 and dl_name != name and value is not None:
+                    losses.setdefault(dl_name, []).append([step, float(value)])
+        return losses
 
     def plot_metrics(
         self,
         names: Any = None,  # names of metrics ('accuracy') or columns; None: all printed columns
         figsize: tuple[float, float] | None = None,  # size of a new figure in inches
-        ax: Any = None,  # matplotlib axes for all metrics; None: a panel for each metric
     ) -> Any:
         """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
 
@@ -102,14 +97,6 @@ class Plots:
         panels = self._make_panels(names)
         pairs = enumerate(pairwise(self.history), 1)
         starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
-        if ax is not None:
-            lines = {}
-            for metric, metric_lines in panels.items():
-                for source, points in metric_lines.items():
-                    label = f'{source} {metric}' if len(metric_lines) > 1 else metric
-                    lines[label] = points
-            draw_epochs(ax, starts, lines)
-            return ax
         cols = min(len(panels), 3)
         rows = ceil(len(panels) / cols)
         axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))

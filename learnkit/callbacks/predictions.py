@@ -6,27 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from learnkit.core.errors import OptionError
-from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import as_list
 
 if TYPE_CHECKING:
-    from learnkit.learner import Learner
+    pass
 
 
 class FetchPredsCallback(Callback):
     """Predict after each validation of a fit, and keep the result of `get_preds` in `preds`.
 
     With several validation loaders the callback predicts once after all of them: in `after_eval`
-    instead of `after_validate`. The results of the fit are the same with and without this callback.
-    During the prediction, callbacks with `remove_on_fetch` (including this one) and the callbacks
-    in `cbs` are left out. A user's own `get_preds` does not trigger it. Checkpointed: nothing;
-    after a resume the predictions are available after the next evaluation.
+    instead of `after_validate`. The results of the
+    fit are the same with and without this callback. During the prediction, callbacks with
+    `remove_on_fetch` (including this one) and the callbacks in `cbs` are left out. A user's own
+    `get_preds` does not trigger it. Checkpointed: nothing; after a resume the predictions are
+    available after the next evaluation.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=FetchPredsCallback())
@@ -174,35 +173,3 @@ def _has_dropout(m: nn.Module) -> bool:
     if 'dropout' in type(m).__name__.lower() or isinstance(m, nn.TransformerEncoderLayer):
         return True  # in evaluation mode the fused code of that layer skips its dropout
     return isinstance(m, (nn.RNNBase, nn.MultiheadAttention)) and m.dropout > 0
-
-
-def mc_dropout_preds(
-    learn: Learner,  # a Learner
-    n: int = 10,  # number of predictions
-    **kwargs: Any,  # `ds_idx`, `dl`, `act`, `inner`, `reorder` and `cbs`, as in `get_preds`
-) -> tuple[Tensor, Tensor, Any]:  # mean, standard deviation (divisor n - 1), and targets
-    """Predict `n` times with dropout; return mean and standard deviation of the predictions, and targets.
-
-    Memory is needed for three predictions, whatever `n` (Welford 1962).
-
-    Raises `OptionError` for an `n` below 2, and if the predictions are not one tensor.
-
-    >>> from learnkit.testing import synth_learner
-    >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)
-    >>> mean, std, targs = mc_dropout_preds(learn, n=5)
-    >>> mean.shape == std.shape == targs.shape
-    True
-    """
-    check_count('n', n, 2)
-    cbs = [*as_list(kwargs.pop('cbs', None)), MCDropoutCallback()]
-    mean = torch.zeros(())
-    squares = torch.zeros(())
-    targs = None
-    for i in range(1, n + 1):
-        preds, targs = learn.get_preds(cbs=cbs, **kwargs)
-        if not isinstance(preds, Tensor):
-            raise OptionError('mc_dropout_preds: the model gives more than one tensor.')
-        gap = preds - mean
-        mean = mean + gap / i
-        squares = squares + gap * (preds - mean)
-    return mean, (squares / (n - 1)).sqrt(), targs

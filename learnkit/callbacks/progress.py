@@ -241,7 +241,6 @@ class RunProgress:
         self.started = perf_counter()
         self.first_share: float | None = None  # share of the fit done when the clock was started
         self.stopped = False
-        self.has_logger = False  # whether this callback replaced `learn.logger`
         self.mbar = MasterBar()
 
     def draw(self) -> None:
@@ -288,9 +287,7 @@ class ProgressCallback(Callback):
         self._progress = RunProgress(make_display())
         if not learn.fitting:
             self._progress.due += perf_counter() + PATIENCE_S
-        # `_write` is there already after a `before_fit` called by hand
-        self._progress.has_logger = learn.logger in (print, self._write)
-        if self._progress.has_logger:
+        if learn.logger is print:
             learn.logger = self._write
 
     @property
@@ -357,7 +354,7 @@ class ProgressCallback(Callback):
 
     def cleanup(self) -> None:
         "Show the final table, and restore the logger, also after an error."
-        if self._progress.has_logger:
+        if self.learn.logger == self._write:
             self.learn.logger = print
         self._progress.close()
         vars(self).pop('_progress', None)  # a stream cannot be copied with the Learner

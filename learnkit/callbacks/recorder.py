@@ -25,7 +25,7 @@ from learnkit.callbacks.epoch_metrics import (
 from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
-from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
+from learnkit.core.errors import BatchError, MetricError, did_you_mean
 from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
@@ -80,8 +80,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     Checkpointed: everything recorded, and the measurements of the epoch in progress: values and
     means so far, training metrics (see `Metric`), elapsed seconds.
 
-    Raises `OptionError` for a `train_loss` that is neither 'mean' nor 'smooth'.
-
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10, lr=0.1).no_bar() as learn: learn.fit(2)
     >>> learn.recorder, len(learn.recorder.losses), learn.recorder.lrs[0]
@@ -104,8 +102,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         beta: float = 0.98,  # smoothing factor of the training loss
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
-        if train_loss not in ('mean', 'smooth'):
-            raise OptionError(f'Recorder: train_loss={train_loss!r}: give `mean` or `smooth`.')
         self.train_loss = train_loss
         self.add_time = add_time
         self.train_metrics = train_metrics
@@ -125,8 +121,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L()  # row of the epoch so far
         self._n_before = 0  # number of steps before the current epoch
         self._is_epoch_open = False  # True from the start of an epoch's training to its end
-        # values logged after the row of the epoch was written; None: it is not written yet
-        self._late_values: dict[str, Mean] | None = None
         self._clear_steps()
 
     def _clear_steps(self) -> None:
@@ -148,7 +142,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if not learn.fitting:
             return
         self.n_fits += 1
-        self._late_values = None
         self._logged = {}
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
         self._clear_steps()
@@ -165,11 +158,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _metrics_of_loader(self, dl_name: str) -> list[Metric]:
         "Return the metrics of a validation loader, or the Learner's if it defines none."
-        evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
-        if evaluator is None or evaluator.metrics is None:
-            metrics = self.select_metrics('valid')
-        else:
-            metrics = self.select_metrics('valid', evaluator.as_metrics(as_metrics))
+        evaluator = self._find_evaluator(dl_name)
+        own = None if evaluator is None else evaluator.as_metrics(as_metrics)
+        metrics = self.select_metrics('valid', own)
         return [self.loss, *metrics] if self.valid_metrics else metrics
 
     @property
@@ -208,7 +199,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.n_valid = 0
         if self.learn.fitting:
             self._n_before = self.smooth_loss.count
-            self._late_values = None
         self.log = L(self.learn.epoch)
 
     def before_train(self) -> None:
@@ -325,9 +315,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         check_column(name)
         current = self.epoch_metrics
-        late = self._late_values if self._has_row() else None
-        logged = current.logged if late is None else late
-        if name not in logged and name not in self._logged and name in self.list_columns():
+        row = self._find_row()  # None until the epoch ends
+        logged = current.logged if row is None else {}
+        if name not in self._logged and name in self.list_columns():
             raise MetricError(
                 f'learn.log({name!r}): a metric has this name. Give the value another.'
             )
@@ -338,16 +328,15 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         elif self._is_idle():
             weight = 0
         mean.add(value, 1 if weight is None else weight)
-        if late is not None:
-            self.history[-1][name] = mean.value
+        if row is not None:
+            row[name] = mean.value
         if self.learn.fitting:
-            self._logged.setdefault(name, shown and late is None)
+            self._logged.setdefault(name, shown and row is None)
 
-    def _has_row(self) -> bool:
-        "Return True if the row of the current epoch exists."
-        if self._late_values is None or not self.learn.fitting or self.learn.run.depth != 1:
-            return False
-        return bool(self.history[-1]['epoch'] == self.learn.epoch)
+    def _find_row(self) -> dict[str, Any] | None:
+        "Return the row of the current epoch of a fit, if it was written."
+        is_in_fit = self.learn.fitting and self.learn.run.depth == 1
+        return epoch_row(self) if is_in_fit else None
 
     def _is_idle(self) -> bool:
         "Return True on a rank whose batch only fills up the round of the other ranks."
@@ -384,7 +373,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        self._late_values = {}
         shown = (v for name, v in columns.items() if self.is_shown(name))
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
@@ -430,8 +418,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._metrics_by_depth = {1: self._metrics_by_depth[1]}
         self._microbatches = []
         self._is_epoch_open = False
-        if self.learn.fitting:
-            self._late_values = None
         self._steps.release_group()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__:
@@ -486,8 +472,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _key_prefix(self, dl_name: str) -> str:
         "Return the prefix that separates a loader's own metrics from the Learner's."
+        return '' if self._find_evaluator(dl_name) is None else f'{dl_name}/'
+
+    def _find_evaluator(self, dl_name: str) -> Any:
+        "Return the evaluator of a validation loader that has its own metrics, or None."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
-        return '' if evaluator is None or evaluator.metrics is None else f'{dl_name}/'
+        return None if evaluator is None or evaluator.metrics is None else evaluator
 
     def _named_values(self, m: Metric, value: Any, dl_name: str) -> dict[str, Any]:
         "Return the values of a metric on a validation loader by column."
@@ -564,8 +554,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
         current = self._metrics_by_depth[1]
-        learn = self.learn
-        final = None if learn is None else vars(learn).get('final_record')
         return {
             'history': [to_storable(row) for row in self.history],
             'n_fits': self.n_fits,
@@ -577,7 +565,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'logged_names': list(self._logged),
             'unshown': sorted(name for name in self._logged if not self.is_shown(name)),
             'steps': self._steps.state_dict(),
-            'final_record': None if final is None else to_storable(list(final)),
             'open': {
                 **current.state_dict(),
                 'n_before': self._n_before if self._is_epoch_open else 0,
@@ -592,7 +579,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history = History(map(dict, sd['history']))
         self.n_fits = sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
-        self.values = L(map(L, _as_lists(sd['values'])))
+        self.values = L(map(L, sd['values']))
         self.iters = L(list(sd['iters']))
         self._logged = {name: name not in sd['unshown'] for name in sd['logged_names']}
         self._metric_columns = MetricColumns(sd.get('keys'))
@@ -601,11 +588,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._losses = []
         # outside a fit: the measurements of the last fit
         self._metrics_by_depth[1].load_state_dict(sd['open'])
-        if self.learn is None:
-            return
-        final = sd['final_record']
-        if final is not None:
-            self.learn.final_record = L(list(final))
         if getattr(self.learn, 'fitting', False):
             self._reopen(sd['open'], sd['seconds'])
 
@@ -617,11 +599,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L(self.learn.epoch, *current.values.values())
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
-
-
-def _as_lists(rows: Any) -> list[Any]:
-    "Return the rows of a checkpoint, of which earlier releases made a tensor."
-    return list(rows.tolist() if isinstance(rows, Tensor) else rows)
 
 
 def recorder_of(learn: Learner) -> Recorder | None:
@@ -662,11 +639,9 @@ def find_column(cb: Any, monitor: str) -> int:
 def epoch_row(cb: Any) -> dict[str, Any] | None:
     "Return this epoch's row of the history, or None if the epoch was skipped."
     recorder = records(cb)
+    row = recorder.history[-1] if recorder.history else {}
     current = recorder.n_fits - 1, cb.learn.epoch
-    rows = (
-        row for row in reversed(recorder.history) if (row.get('fit'), row.get('epoch')) == current
-    )
-    return next(rows, None)
+    return row if (row.get('fit'), row.get('epoch')) == current else None
 
 
 def as_number(cb: Any, monitor: Any, value: Any) -> float | None:

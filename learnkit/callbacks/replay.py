@@ -14,6 +14,7 @@ from typing_extensions import override
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
+from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import RNGState, capture_rng, restore_rng
@@ -27,20 +28,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 # attributes of a Learner that describe the position of a batch in the loop
-STATE = (
-    'epoch',
-    'iter',
-    'n_iter',
-    'train_iter',
-    'pct_train',
-    'n_epoch',
-    'epochs_per_iteration',
-    'training',
-    'phase',
-    'dl',
-    'dl_name',
-    'fitting',
-)
+STATE = (*COUNTERS, 'n_iter', 'n_epoch', 'epochs_per_iteration', 'dl', 'fitting')
 
 
 class Drawn(NamedTuple):
@@ -59,7 +47,7 @@ class Replay(Callback):
     After an exception has ended a run, `learn.replay()` repeats the batch that raised it, in
     training or in evaluation. Without a failure it repeats the last training batch.
 
-    Kept are the last batches of training and of evaluation as the loader gave them, by reference. On
+    Kept is the last batch of training as the loader gave it, by reference, and one that failed. On
     a GPU this takes the memory of one more batch, and in-place changes of a batch change the repeated
     batch too. Weights, accumulated gradients and the counters of other callbacks are not kept. The
     next fit and `learn.close()` drop the batches. Checkpointed: nothing.
@@ -80,9 +68,9 @@ class Replay(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._drawn: dict[bool, Drawn] = {}  # last batch of training (True) and evaluation (False)
-        self._current_key: bool | None = None  # key of the current batch in `_drawn`
-        self._failed_key: bool | None = None  # key of the batch in which the run failed
+        self._trained: Drawn | None = None  # last batch of training
+        self._current: Drawn | None = None  # batch that is under way
+        self._failed: Drawn | None = None  # batch in which the run failed
         self._error_notes = ''  # notes of the exception that ended the run
         self._modes: list[tuple[nn.Module, bool]] = []  # modules, with True for training mode
         self._run_callbacks: list[Any] = []  # callbacks of the run
@@ -94,7 +82,7 @@ class Replay(Callback):
             return  # a nested run
         if self.learn.fitting:
             self._reset()
-        self._current_key = self._failed_key = self._indices = None
+        self._current = self._failed = self._indices = None
         self._error_notes = ''
         self.learn.replay_source = self
 
@@ -105,24 +93,26 @@ class Replay(Callback):
         "Keep the batch."
         learn = self.learn
         own = vars(learn)
-        self._current_key = learn.training
-        self._drawn[learn.training] = Drawn(
+        self._current = Drawn(
             learn.batch,
             capture_rng(),
             {name: own[name] for name in STATE},
             learn.counters.by_unit(),
             [(cb, cb.state_dict()) for cb in learn.cbs if isinstance(cb, GradientAccumulation)],
         )
+        if learn.training:
+            self._trained = self._current
 
     def after_batch(self) -> None:
-        self._current_key = None
+        self._current = None
 
     def after_error(self) -> None:
         "Keep the state that the end of the run resets."
         self._record_run()
-        self._failed_key = self._current_key
+        self._failed = self._current
         self._error_notes = ' '.join(getattr(self.learn.error, '__notes__', ()))
-        self._indices = self.learn.passes.indices(self.learn) if self._current_key else None
+        if self._current is not None and self._current.state['training']:
+            self._indices = self.learn.passes.indices(self.learn)
 
     def _record_run(self) -> None:
         "Keep the training modes of the modules, and the callbacks."
@@ -142,10 +132,9 @@ def replay(
     source = learn.replay_source
     if learn.run.depth:
         raise FitError('A run is under way. Replay a batch when it is over.')
-    if source is None or not source._drawn:
+    drawn = None if source is None else source._failed or source._trained
+    if source is None or drawn is None:
         raise FitError('There is no batch to repeat. Call `learn.add_cb(Replay())`, and fit again.')
-    failed = source._failed_key
-    drawn = source._drawn[max(source._drawn) if failed is None else failed]
     if learn.logger is not noop:
         at = drawn.state
         few = format_few(source._indices) if source._indices else ''
@@ -162,11 +151,6 @@ def replay(
         return repeat(learn, source, drawn, detect_anomaly)
 
 
-def class_name(cb: Callback) -> tuple[str, str]:
-    "Return the module and the qualified name of a callback's class."
-    return type(cb).__module__, type(cb).__qualname__
-
-
 @contextmanager
 def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
     "Use the callbacks of the run; leave out those that only track, save or stop and did not fail."
@@ -178,11 +162,7 @@ def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
             return True
         return f'in {type(cb).__name__}.' in source._error_notes
 
-    # by name of the class, which a notebook may have defined again
-    present = set(map(class_name, learn.cbs))
-    removed = [
-        cb for cb in source._run_callbacks if takes_part(cb) and class_name(cb) not in present
-    ]
+    removed = [cb for cb in source._run_callbacks if takes_part(cb) and cb not in learn.cbs]
     with learn.added_cbs(removed), ExitStack() as stack:
         for cb in [cb for cb in learn.cbs if not takes_part(cb)]:
             stack.enter_context(learn.removed_cbs(cb))

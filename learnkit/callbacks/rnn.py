@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import describe
 from learnkit.core.errors import ModelError, OptionError
-from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 
 
@@ -71,8 +69,8 @@ class RNNRegularizer(Callback):
     square of the change of the raw outputs between time steps (TAR): Merity, McCann and Socher,
     "Revisiting activation regularization for language RNNs", 2017. Needs `RNNCallback`. No state.
 
-    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`;
-    `ModelError` if the model returns no activations.
+    Raises `OptionError` before training without an `RNNCallback`, and `ModelError` if the model returns
+    no activations.
 
     >>> RNNRegularizer(alpha=2., beta=1.).beta
     1.0
@@ -86,9 +84,6 @@ class RNNRegularizer(Callback):
         alpha: float = 0.0,  # weight of the activations (AR)
         beta: float = 0.0,  # weight of the change of activations over time (TAR)
     ) -> None:
-        for name, value in (('alpha', alpha), ('beta', beta)):
-            if not is_number(value) or value < 0:
-                raise bad_option(self, 'a weight, 0 or more', **{name: value})
         self.alpha = alpha
         self.beta = beta
 

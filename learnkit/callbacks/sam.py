@@ -104,7 +104,8 @@ class SAM(Callback):
         weights = local_shards(params)
         grads = local_shards(p.grad for p in params)
         norm = total_norm(p.grad for p in params)
-        torch._foreach_add_(weights, torch._foreach_mul(grads, self.rho / (norm + EPS)))
+        scale = self.rho / (norm + EPS)
+        torch._foreach_add_(weights, [grad * scale for grad in grads])
 
     @torch.no_grad()
     def _restore(self) -> None:

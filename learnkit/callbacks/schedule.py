@@ -8,7 +8,7 @@ has no state: a resumed fit continues it exactly, and it stretches over the leng
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ import numpy as np
 from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import FitError, ScheduleError
-from learnkit.core.validation import check_count, check_number, is_number, warn_user
+from learnkit.core.errors import ScheduleError
+from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback, declared
@@ -185,21 +185,18 @@ def fit_one_cycle(
     pct_start: float,
     wd: float | None,
     moms: tuple[float, ...] | None,
-    cbs: Any,
-    reset_opt: bool,
-    start_epoch: int,
-    resume: Any,
+    *fit: Any,  # cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train with a learning rate that rises and falls once."
-    check_number('div', div, error=ScheduleError)
-    check_number('div_final', div_final, error=ScheduleError)
-    _check_share(pct_start)
-    momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
-    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
-    scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
-    if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
-        scheds['mom'] = momentum
-    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
+    momentum = combined_cos(pct_start, *(learn.moms if moms is None else moms))
+
+    def make_scheds(peak: Any) -> dict[str, Schedule]:
+        scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
+        if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
+            scheds['mom'] = momentum
+        return scheds
+
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, wd, *fit)
 
 
 def fit_flat_cos(
@@ -208,18 +205,14 @@ def fit_flat_cos(
     lr: Any,
     div_final: float,
     pct_start: float,
-    wd: float | None,
-    cbs: Any,
-    reset_opt: bool,
-    start_epoch: int,
-    resume: Any,
+    *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
-    check_number('div_final', div_final, error=ScheduleError)
-    _check_share(pct_start)
-    flat = _prepare_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
-    scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
-    _fit_with_schedules(learn, scheds, n_epoch, flat, wd, cbs, start_epoch, resume)
+
+    def make_scheds(flat: Any) -> dict[str, Schedule]:
+        return {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
+
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr, *fit)
 
 
 def fit_sgdr(
@@ -231,19 +224,17 @@ def fit_sgdr(
     cbs: Any,
     reset_opt: bool,
     wd: float | None,
-    start_epoch: int,
-    resume: Any,
+    *fit: Any,  # start_epoch, resume
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
-    check_count('n_cycles', n_cycles, error=FitError)
-    check_count('cycle_len', cycle_len, error=FitError)
-    check_count('cycle_mult', cycle_mult, error=FitError)
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
-    shares = [n / n_epoch for n in lengths]
-    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
-    scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
-    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
+
+    def make_scheds(peak: Any) -> dict[str, Schedule]:
+        shares = [n / n_epoch for n in lengths]
+        return {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
+
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, wd, cbs, reset_opt, *fit)
 
 
 def fine_tune(
@@ -263,20 +254,7 @@ def fine_tune(
     resume: Any,
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
-    positive = {'base_lr': base_lr, 'lr_mult': lr_mult, 'div': div, 'div_final': div_final}
-    for name, value in positive.items():
-        check_number(name, value, error=ScheduleError)
-    _check_share(pct_start)
-    _check_moms(learn.moms if moms is None else moms)
-    check_count('freeze_epochs', freeze_epochs, 0, FitError)
-    parse_length(learn, epochs, start_epoch)
-    shared: dict[str, Any] = {
-        'div_final': div_final,
-        'wd': wd,
-        'moms': moms,
-        'cbs': cbs,
-        'reset_opt': reset_opt,
-    }
+    shared = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
     with learn.added_cbs(cbs):
         found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
@@ -305,10 +283,18 @@ def fine_tune(
         )
 
 
-def _prepare_rates(
-    learn: Learner, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
-) -> Any:
-    "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
+def _fit_with_schedules(
+    learn: Learner,
+    make_scheds: Callable[[Any], dict[str, Schedule]],  # f(rates), a number or an array by group
+    n_epoch: int,
+    lr: Any,
+    wd: float | None,
+    cbs: Any,
+    reset_opt: bool,
+    start_epoch: int,
+    resume: Any,
+) -> None:
+    "Prepare the optimizer for `fit`, make the schedules of its rates, and train."
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
     if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
         warn_user(
@@ -317,39 +303,7 @@ def _prepare_rates(
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
     prepare_opt(learn, lr, wd, reset_opt)
-    rates = [float(h['lr']) for h in learn.opt.hypers]
-    return rates[0] if len(rates) == 1 else np.array(rates)
-
-
-def _fit_with_schedules(
-    learn: Learner,
-    scheds: Mapping[str, Schedule],
-    n_epoch: int,
-    peak: Any,
-    wd: float | None,
-    cbs: Any,
-    start: int,
-    resume: Any,
-) -> None:
-    cbs = [ParamScheduler(scheds), *as_list(cbs)]
-    learn.fit(n_epoch, peak, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
-
-
-def _check_share(pct_start: Any) -> None:
-    if is_number(pct_start) and 0 <= pct_start <= 1:
-        return
-    raise ScheduleError(
-        f'pct_start={pct_start!r}: give the share of the fit, from 0 to 1, after which the rate falls.'
-    )
-
-
-def _check_moms(moms: Any) -> list[float]:
-    "Return the three momenta as a list, or raise `ScheduleError`."
-    values = as_list(moms)
-    are_valid = all(is_number(m) and 0 <= m < 1 for m in values)
-    if len(values) != 3 or not are_valid:
-        raise ScheduleError(
-            f'moms={moms!r}: give three momenta, 0 or more and below 1: at the start, at the highest '
-            'rate and at the end.'
-        )
-    return values
+    found = [float(h['lr']) for h in learn.opt.hypers]
+    rates: Any = found[0] if len(found) == 1 else np.array(found)
+    cbs = [ParamScheduler(make_scheds(rates)), *as_list(cbs)]
+    learn.fit(n_epoch, rates, wd=wd, cbs=cbs, start_epoch=start_epoch, resume=resume)

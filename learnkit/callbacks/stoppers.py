@@ -13,13 +13,11 @@ from learnkit.callbacks.tracking import (
     EarlyStoppingCallback,
     Monitor,
     TrackerCallback,
-    check_counted,
 )
-from learnkit.core.errors import CancelFitException, OptionError
+from learnkit.core.errors import CancelFitException
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
-from learnkit.engine.passes import ends_iteration
+from learnkit.engine.counters import check_countable
 from learnkit.metrics.direction import as_comparison
 
 EarlyStopping = EarlyStopper = EarlyStoppingCallback  # names in Composer, ksuit and others
@@ -56,7 +54,7 @@ class FixedStopper(Callback):
 
     def before_fit(self) -> None:
         "Cancel a fit that starts at or after the time."
-        check_counted(self.learn, self.at)
+        check_countable(self.learn, self.at)
         if self.learn.resumed or not self._is_over():
             return  # a resumed fit has not loaded its time yet
         print_line(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
@@ -64,18 +62,10 @@ class FixedStopper(Callback):
 
     def after_batch(self) -> None:
         "Check the time."
-        if self.at.unit not in ('ep', 'iter') and self._is_over():
+        if self._is_over():
             self.learn.run.stopping = True
 
-    def after_train(self) -> None:
-        "Check epochs and iterations including this one, so that its evaluation counts as the last."
-        now = self.learn.time
-        n_epochs = now.ep + self.learn.counters.has_trained
-        then = now.replace(ep=n_epochs, iter=now.iter + ends_iteration(self.learn))
-        if self.at.unit in ('ep', 'iter') and then >= self.at:
-            self.learn.run.stopping = True
-
-    after_cancel_epoch = after_train
+    after_epoch = after_iteration = after_batch
 
     def _is_over(self) -> bool:
         return self.learn.time >= self.at
@@ -89,9 +79,8 @@ class ThresholdStopper(TrackerCallback):
     its name: `ThresholdStopper('night/accuracy', 0.9)`. A value equal to the threshold does not
     stop the fit, nor does NaN.
 
-    Raises `OptionError` for a threshold that is not a number and for a metric without a known
-    direction; `MetricError` before training for an unknown column. Checkpointed: `value`, and the
-    state of the tracker.
+    Raises `OptionError` for a metric without a known direction; `MetricError` before training for
+    an unknown column. Checkpointed: `value`, and the state of the tracker.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.02, cbs=ThresholdStopper('valid_loss', 1.))
@@ -110,8 +99,6 @@ class ThresholdStopper(TrackerCallback):
         threshold: float,  # value to stop at
         comp: Comparison | None = None,  # f(value, limit), 'less', 'greater', `MetricProperties`
     ) -> None:
-        if not is_number(threshold):
-            raise OptionError(f'threshold={threshold!r}: give a number.')
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         super().__init__(monitor, as_comparison(comp, name))
         self.threshold = threshold

@@ -14,9 +14,7 @@ from learnkit.callbacks.recorder import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
-from learnkit.engine.train_eval import SkipToEpoch
 from learnkit.optim.hyperparams import OPTIONS
 
 
@@ -28,10 +26,8 @@ class LRScheduler(Callback):
     scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the epoch's
     row of the history; an epoch without a value does not advance it.
 
-    With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch
-    had been a step). Checkpointed: the scheduler's state. Raises before training `OptionError` for
-    an invalid factory and for a `start_epoch` by batch if the length of an epoch is
-    unknown, and `MetricError` for a `monitor` that is not recorded.
+    The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
+    the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -62,10 +58,6 @@ class LRScheduler(Callback):
             raise OptionError(
                 f'LRScheduler({scheduler!r}): give f(optimizer) -> scheduler, such as partial(StepLR, step_size=3).'
             )
-        if monitor is not None and not isinstance(monitor, str):
-            raise OptionError(
-                f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.'
-            )
         self.by = by
         self.monitor = monitor
         self.scheduler: Any = None  # scheduler of the last fit
@@ -75,36 +67,23 @@ class LRScheduler(Callback):
         self._loaded: dict[str, Any] | None = None
         # number of optimizer steps at the last check; None: unknown until the next batch
         self._n_steps: int | None = 0
-        self._first_epoch = 0
         self._wants_value = False
         self._has_begun = False  # whether the running fit has a scheduler
 
     def before_fit(self) -> None:
-        self._first_epoch = max(
-            (cb.first_epoch for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
-        )
-        self._begin()
-        self._warn_of_steps()
-
-    def _begin(self) -> None:
         "Make the scheduler; restore a loaded state."
         self._view = _GroupView(self.learn.opt)
         self.scheduler = self._factory(self._view)
-        if not hasattr(self.scheduler, 'get_last_lr'):
-            raise OptionError(
-                f"LRScheduler: the factory gave {self.scheduler!r}, which is none of torch's schedulers."
-            )
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
         self._n_steps = self.learn.opt.n_steps
         self._has_begun = True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
-        if self._wants_value or self.monitor is not None:
-            self._check_monitor()
-        if not self._wants_value:
-            self._skip(self._first_epoch)
+        if self._wants_value:
+            find_column(self, self.monitor or 'valid_loss')
         self._view.write()
         if self._loaded is not None:
             self._load(self._loaded)
+        self._warn_of_steps()
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
@@ -118,46 +97,13 @@ class LRScheduler(Callback):
                 "each epoch. For a step after each batch: `LRScheduler(..., by='batch')`."
             )
 
-    def _catch_up(self) -> None:
-        "Begin with the current rates, if the callback was added during a fit."
-        if not self._has_begun:
-            self._first_epoch = 0
-            self._begin()
-
-    def _skip(self, n_epoch: int) -> None:
-        dls = self.learn.dls
-        per_epoch = 1 if self.by == 'epoch' or not n_epoch else epoch_length(dls, dls.train)[0]
-        if per_epoch is None:
-            raise OptionError(
-                f"LRScheduler(by='batch') with start_epoch={n_epoch}: the training loader has no length. "
-                'Give it a `__len__`, or DataLoaders an `n_iter`.'
-            )
-        for _ in range(n_epoch * per_epoch):
-            self.scheduler.step()
-
-    def _check_monitor(self) -> None:
-        name = self._column()
-        kind = type(self.scheduler).__name__
-        if not self._wants_value:
-            raise OptionError(f'LRScheduler(monitor={name!r}): {kind} takes no value.')
-        if self.by == 'batch':
-            raise OptionError(
-                f"LRScheduler(by='batch'): {kind} needs a value, which is by 'epoch'."
-            )
-        find_column(self, name)
-
-    def _column(self) -> str:
-        return self.monitor or 'valid_loss'
-
     def before_batch(self) -> None:
-        self._catch_up()
         if self._n_steps is None:
             self._n_steps = self.learn.opt.n_steps
 
     def after_batch(self) -> None:
         if self.by != 'batch':
             return
-        self._catch_up()
         before = self._n_steps
         self._n_steps = self.learn.opt.n_steps
         if before is not None and self._n_steps != before:
@@ -167,14 +113,13 @@ class LRScheduler(Callback):
         self.after_batch()  # accumulated samples that were left over are stepped with by now
 
     def after_epoch(self) -> None:
-        self._catch_up()
-        if self.by != 'epoch' or self.learn.epoch < self._first_epoch:
+        if self.by != 'epoch':
             return
         if not self._wants_value:
             self._advance()
             return
         row = epoch_row(self)
-        column = self._column()
+        column = self.monitor or 'valid_loss'
         value = None if row is None else as_number(self, column, row.get(column))
         if value is not None:
             self._advance(value)

@@ -15,18 +15,16 @@ from typing_extensions import override
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column, records
-from learnkit.checkpoint.saving import check_weights_path, find_weights_path, resolve_path
-from learnkit.core.errors import OptionError, TimeError
+from learnkit.checkpoint.saving import check_weights_path
+from learnkit.core.errors import OptionError
 from learnkit.core.time import Time, Timestamp, as_time
-from learnkit.core.validation import is_number, warn_user
+from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.checks import check_takes
 from learnkit.engine.counters import check_countable
-from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
 if TYPE_CHECKING:
-    from learnkit.learner import Learner
+    pass
 
 __all__ = [
     'TerminateOnNaNCallback',
@@ -52,7 +50,7 @@ class TrackerCallback(Callback):
     and errors, and higher is better (`np.greater`) for any other column.
 
     Raises `MetricError` before training for an unknown column, and for a value that is not a
-    number; `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
+    number. Checkpointed: `best` and `new_best`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.05, cbs=TrackerCallback())
@@ -78,13 +76,6 @@ class TrackerCallback(Callback):
         min_delta: float = 0.0,  # least change that counts as an improvement
         reset_on_fit: bool = True,  # whether each fit resets `best`; False: `best` of all fits
     ) -> None:
-        if not is_number(min_delta) or not 0 <= min_delta < math.inf:
-            raise OptionError(f'min_delta={min_delta!r}: give a number, 0 or more.')
-        if not callable(monitor) and not (isinstance(monitor, str) and monitor):
-            name = type(self).__name__
-            raise OptionError(
-                f'{name}(monitor={monitor!r}): give a column of the history, or a function.'
-            )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         # without `comp`, the direction follows fastai's rule
         default = np.less if 'loss' in name or 'error' in name else np.greater
@@ -92,11 +83,10 @@ class TrackerCallback(Callback):
         is_known = default is np.less or MetricProperties().get(name) == 'higher'
         self._is_guess = comp is None and isinstance(monitor, str) and not is_known
         prefers_lower = bool(self.comp(0.0, 1.0))
-        if callable(monitor):
-            check_takes('monitor', monitor, 'learn')
         self.monitor = monitor
         self.reset_on_fit = reset_on_fit
-        self.min_delta = -min_delta if prefers_lower else min_delta
+        self.min_delta = min_delta
+        self._margin = -min_delta if prefers_lower else min_delta  # with the sign that `comp` needs
         self._worst = math.inf if prefers_lower else -math.inf
         self.best = self._worst
         self.new_best = False
@@ -132,7 +122,7 @@ class TrackerCallback(Callback):
         "Compare with the best value; ignore differences below single precision."
         if math.isclose(value, self.best, rel_tol=1e-7):
             value = self.best
-        return bool(self.comp(value - self.min_delta, self.best))
+        return bool(self.comp(value - self._margin, self.best))
 
     def after_comparison(self) -> None:
         "Act on `new_best`; subclasses override this method."
@@ -153,10 +143,6 @@ class TrackerCallback(Callback):
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
         return values[self.idx] if is_complete else row.get(self.monitor)
 
-    def __repr__(self) -> str:
-        # `min_delta` is stored with the sign that `comp` needs
-        return super().__repr__().replace('min_delta=-', 'min_delta=')
-
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return the best value."
@@ -167,18 +153,6 @@ class TrackerCallback(Callback):
         "Restore the best value."
         self.best = sd['best']
         self.new_best = sd['new_best']
-
-
-def check_counted(
-    learn: Learner,  # the Learner, in a fit
-    time: Time,  # time to wait for
-) -> None:
-    "Raise `TimeError` for a unit that this fit does not count, since the time would never come."
-    check_countable(learn, time)
-    if time.unit == 'iter' and learn.epochs_per_iteration is None:
-        raise TimeError(
-            f'{str(time)!r}: this fit has no iterations: `fit(..., iteration=2)` groups epochs.'
-        )
 
 
 class _Patient(TrackerCallback):
@@ -197,10 +171,7 @@ class _Patient(TrackerCallback):
         reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        try:
-            as_time(patience, 'ep')
-        except TimeError as e:
-            raise TimeError(f'patience={patience!r}: {e}') from None
+        as_time(patience, 'ep')  # raises for what is no time
         self.patience = patience
         self.wait = 0  # number of epochs waited
         self._since = Timestamp()  # time of the last improvement
@@ -209,7 +180,7 @@ class _Patient(TrackerCallback):
     def before_fit(self) -> None:
         "Start waiting."
         super().before_fit()
-        check_counted(self.learn, as_time(self.patience, 'ep'))
+        check_countable(self.learn, as_time(self.patience, 'ep'))
         self._restart_wait()
 
     @override
@@ -303,8 +274,6 @@ class ReduceLROnPlateau(_Patient):
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
         if not isinstance(factor, Real) or not factor > 1:
             raise OptionError(f'factor={factor!r} divides the rate: give a number above 1.')
-        if not is_number(min_lr) or min_lr < 0:
-            raise OptionError(f'min_lr={min_lr!r}: give 0 or more.')
         self.factor = factor
         self.min_lr = min_lr
 
@@ -331,8 +300,7 @@ class SaveModelCallback(TrackerCallback):
     `at_end` overwrites the best file with the last weights after a fit without error.
 
     Raises `OptionError` for options that contradict each other and, before training, for a folder
-    that cannot be written. Checkpointed: also the paths of the best and the last file; paths below
-    `learn.path` are found again if that folder has been moved.
+    that cannot be written. Checkpointed: also whether the file has the best weights.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -359,15 +327,12 @@ class SaveModelCallback(TrackerCallback):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         if every_epoch and at_end:
             raise OptionError('every_epoch and at_end contradict each other: choose one.')
-        if not isinstance(every_epoch, int) or every_epoch < 0:
-            raise OptionError(f'every_epoch={every_epoch!r}: give a bool or a number of epochs.')
-        resolve_path(fname, Path())
         self.fname = fname
         self.every_epoch = every_epoch
         self.at_end = at_end
         self.with_opt = with_opt
         self.last_saved_path: Path | None = None
-        self._best_path: Path | None = None  # best file so far, written by this callback
+        self._has_best = False  # whether the file has the best weights, written by this callback
         self._is_in_fit = False  # whether the best or the last weights are still to be kept
         self._has_compared = False  # whether the fit has had a value to compare
 
@@ -379,22 +344,18 @@ class SaveModelCallback(TrackerCallback):
         check_weights_path(self.learn, self.fname)
         self._check_own_file()
         if self.reset_on_fit:
-            self._best_path = None
+            self._has_best = False
         self._is_in_fit = True
         self._has_compared = False
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another callback writes the same file."
-        own_path = find_weights_path(self.learn, self.fname)
-        own_kind = bool(self.every_epoch)
+        own = self.fname, bool(self.every_epoch)
         for cb in self.learn.cbs:
             if cb is self or not isinstance(cb, SaveModelCallback):
                 continue
-            path = find_weights_path(self.learn, cb.fname)
-            if (path, bool(cb.every_epoch)) == (own_path, own_kind):
-                raise OptionError(
-                    f'{self} and {cb} both write {own_path}: give one another `fname`.'
-                )
+            if (cb.fname, bool(cb.every_epoch)) == own:
+                raise OptionError(f'{self} and {cb} write the same file: give one another `fname`.')
 
     @override
     def after_epoch(self) -> None:
@@ -407,7 +368,7 @@ class SaveModelCallback(TrackerCallback):
     @override
     def after_comparison(self) -> None:
         "Save the weights if they are the best."
-        self._has_compared = True
+        self._is_in_fit = self._has_compared = True  # also if it was added during the fit
         if not self.new_best:
             return
         found = f'Better model found at epoch {self.learn.epoch}'
@@ -416,15 +377,14 @@ class SaveModelCallback(TrackerCallback):
             for cb in self.learn.cbs:
                 if isinstance(cb, EMA) and cb.has_begun:
                     stack.enter_context(cb.applied())
-            self._best_path = self._save(self.fname)
+            self._save(self.fname)
+        self._has_best = True
 
     def after_fit(self) -> None:
         "Load the best weights, or save the last ones with `at_end`."
-        if not self._is_in_fit:
-            return
         if self.at_end:
             self._is_in_fit = False
-            self._best_path = None
+            self._has_best = False
             self._save(self.fname)
         else:
             self._load_best()
@@ -434,16 +394,15 @@ class SaveModelCallback(TrackerCallback):
         if self._is_in_fit:
             self._load_best()
 
-    def _save(self, name: str | Path) -> Path:
-        self.last_saved_path = path = self.learn.save(name, with_opt=self.with_opt)
-        return path
+    def _save(self, name: str | Path) -> None:
+        self.last_saved_path = self.learn.save(name, with_opt=self.with_opt)
 
     def _load_best(self) -> None:
         self._is_in_fit = False
         if self.every_epoch or self.at_end:
             return
-        if self._best_path is not None:
-            self.learn.load(self._best_path, with_opt=self.with_opt)
+        if self._has_best:
+            self.learn.load(self.fname, with_opt=self.with_opt)
         elif self._has_compared:
             warn_user(
                 f'No epoch had a {self._get_label()} that could be the best, so no weights were saved or loaded.'
@@ -454,19 +413,13 @@ class SaveModelCallback(TrackerCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        "Return the best value, and the paths of the best and the last file."
-        return {
-            **super().state_dict(),
-            'last_saved_path': to_portable_path(self.learn, self.last_saved_path),
-            'best_path': to_portable_path(self.learn, self._best_path),
-            'compared': self._has_compared,
-        }
+        "Return the best value, and whether the file has the best weights."
+        sd = super().state_dict()
+        return {**sd, 'has_best': self._has_best, 'compared': self._has_compared}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the best value and its file."
         super().load_state_dict(sd)
-        folder = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
-        self.last_saved_path = from_portable_path(self.learn, sd['last_saved_path'], folder)
-        self._best_path = from_portable_path(self.learn, sd['best_path'], folder)
+        self._has_best = sd['has_best']
         self._has_compared = sd['compared']

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
     check_count,
     check_pairing,
-    takes_alone,
     warn_of_order,
     warn_user,
 )
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
+
+LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
 
 def check_model(model: object) -> None:
@@ -62,11 +63,12 @@ def check_function(name: str, f: object) -> None:
         raise OptionError(f'{name}={f!r} cannot be called: give a function.')
 
 
-def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
-    "Raise `OptionError` for a function that cannot be called with one argument."
-    if not takes_alone(f):
-        raise OptionError(
-            f'{name}={name_of(f)} cannot be called with `{what}` alone. Write it as `lambda {what}: ...`.'
+def warn_of_rate(lr: object) -> None:
+    "Warn of a whole number as the learning rate, which was probably meant as the batch size: `fit(5, 32)`."
+    if isinstance(lr, int) and not isinstance(lr, bool) and lr >= LARGE_RATE:
+        warn_user(
+            f'lr={lr}: the second argument of a fit is the learning rate. The batch size belongs to the data: '
+            f'`DataLoaders.from_tensors(..., bs={lr})`. If the rate is meant, write {lr}.0.'
         )
 
 

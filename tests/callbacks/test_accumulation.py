@@ -19,7 +19,7 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.core.errors import BatchError, OptionError
+from learnkit.core.errors import OptionError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -203,15 +203,3 @@ def test_what_cannot_accumulate_is_refused_before_training() -> None:
     with pytest.raises(OptionError, match='LBFGS'):
         learn.fit(1)
     assert same(model, mlp(), 0)
-
-    def double(cb: Any) -> None:
-        cb.learn.xb, cb.learn.yb = (cb.x.repeat(2, 1),), (cb.y.repeat(2, 1),)
-
-    late = Callback(before_batch=double)
-    late.order = 20
-    learn = learner(batches(4), mlp(), GradientAccumulation(8), late, microbatch=2)
-    with pytest.raises(BatchError, match='8 samples of 4'):
-        learn.fit(1)
-    learn = learner(batches(4), mlp(), GradientAccumulation(8), late)
-    learn.fit(1)
-    assert learn.opt.n_steps == 1

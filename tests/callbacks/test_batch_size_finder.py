@@ -13,10 +13,6 @@ from learnkit import (
     EMA,
     Adam,
     Callback,
-    CancelBatchException,
-    CancelEpochException,
-    CancelFitException,
-    CancelTrainException,
     DataLoaders,
     FitError,
     GradientAccumulation,
@@ -137,23 +133,3 @@ def test_not_in_several_processes() -> None:
         return True
 
     assert run_ranks(job) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ('event', 'error'),
-    [
-        ('before_fit', CancelFitException),
-        ('before_epoch', CancelEpochException),
-        ('before_train', CancelTrainException),
-        ('before_batch', CancelBatchException),
-    ],
-)
-def test_a_callback_that_cancels_the_steps_is_an_error(event: str, error: type[Exception]) -> None:
-    def cancel(cb: Callback) -> None:
-        raise error
-
-    learn = synth_learner(cbs=Callback(**{event: cancel}))
-    before = learn.model.a.item()
-    with pytest.raises(FitError, match='no training step'):
-        learn.find_batch_size(64)
-    assert learn.opt is None and learn.time.ba == 0 and learn.model.a.item() == before

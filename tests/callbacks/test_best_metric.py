@@ -104,9 +104,6 @@ def test_the_state_is_resumed() -> None:
     ('wrong', 'error'),
     [
         ({'source': 'quux'}, OptionError),
-        ({'source': None}, OptionError),
-        ({'targets': ''}, OptionError),
-        ({'targets': []}, OptionError),
         ({'comp': 'best'}, OptionError),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from learnkit import (
     SGD,
@@ -180,9 +179,6 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
     assert learn.explain_step().startswith('The compiled step runs')
 
 
-# ------------------------------------------------------------------------------ what a batch leaves
-
-
 # ------------------------------------------------------------------------ when the ordinary runs
 
 
@@ -255,10 +251,6 @@ def hook_optimizer(learn: Any) -> Any:
     return learn.opt.opt.register_step_post_hook(lambda *args: None)
 
 
-def hook_modules(learn: Any) -> Any:
-    return nn.modules.module.register_module_forward_hook(lambda *args: None)
-
-
 def hook_accumulated(learn: Any) -> Any:
     def double(p: Tensor) -> None:
         p.grad = 2 * p.grad
@@ -266,17 +258,11 @@ def hook_accumulated(learn: Any) -> Any:
     return learn.model[0].weight.register_post_accumulate_grad_hook(double)
 
 
-def hook_optimizers(learn: Any) -> Any:
-    return register_optimizer_step_pre_hook(lambda *args: None)
-
-
 HOOKS: dict[Callable[[Any], Any], str] = {
     hook_module: 'module 0 has hooks',
     hook_parameter: '0.weight has hooks',
     hook_accumulated: '0.weight has hooks',
     hook_optimizer: 'SGD has hooks',
-    hook_modules: 'on every module',
-    hook_optimizers: 'on every optimizer',
 }
 
 
@@ -302,14 +288,7 @@ def test_hooks_are_noticed_when_they_come_and_go() -> None:
         assert backend.calls == calls + 14, hook  # the first batch found that the hook was gone
 
 
-def test_a_replaced_optimizer_step_is_refused_but_torch_schedulers_are_not() -> None:
-    def wrap(cb: Any) -> None:
-        cb.learn.opt.opt.step = partial(type(cb.learn.opt.opt).step, cb.learn.opt.opt)
-
-    learn, backend = compiled(learner(cbs=Callback(before_train=wrap)))
-    learn.fit(1)
-    assert backend.graphs == 0 and 'the optimizer has another step' in learn.explain_step()
-
+def test_a_torch_scheduler_may_step() -> None:
     def start(cb: Any) -> None:
         cb.learn.sched = torch.optim.lr_scheduler.ExponentialLR(cb.learn.opt.opt, 0.9)
 
@@ -491,30 +470,6 @@ def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
 
 def schedule_lr(cb: Any) -> None:
     cb.opt.set_hypers(lr=0.01 * (1 + cb.pct_train))
-
-
-# --------------------------------------------------------------------- what changes behind its back
-
-
-def wrap_inner_step(learn: Any, taken: list[int]) -> None:
-    opt = learn.opt.opt
-    own = opt.step
-    opt.step = lambda *args: (taken.append(1), own(*args))  # type: ignore[func-returns-value]
-
-
-def wrap_learners_step(learn: Any, taken: list[int]) -> None:
-    own = learn._step
-    learn._step = lambda: (taken.append(1), own())  # type: ignore[func-returns-value]
-
-
-@pytest.mark.parametrize('wrap', [wrap_inner_step, wrap_learners_step])
-def test_a_step_replaced_between_fits_is_taken(wrap: Callable[[Any, list[int]], None]) -> None:
-    learn, _ = compiled(learner())
-    learn.fit(2)
-    taken: list[int] = []
-    wrap(learn, taken)
-    learn.fit(1)
-    assert len(taken) == 10 and 'ordinary step runs' in learn.explain_step()
 
 
 def test_a_hook_on_the_loss_runs() -> None:

@@ -31,6 +31,7 @@ NOT_KEPT = {
     'MixUp': {'lam', 'yb1'},
     'CutMix': {'lam', 'yb1'},
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
+    'SaveModelCallback': {'last_saved_path'},
 }
 # they take seconds
 ONE_PLACE = 'MlflowLogger WandbLogger ExportForInference'.split()

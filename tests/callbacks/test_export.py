@@ -96,7 +96,7 @@ def test_batches_of_named_entries(tmp_path: Path) -> None:
     }
     dls = DataLoaders.from_tensors(data, bs=8)
     loss_func = nn.CrossEntropyLoss()
-    learn = Learner(dls, Named(), loss_func, path=tmp_path, cbs=ExportForInference(formats='onnx'))
+    learn = Learner(dls, Named(), loss_func, path=tmp_path, cbs=ExportForInference('net.onnx'))
     learn.logger = noop
     learn.fit(1)
     assert learn.export_for_inference.files[0].exists()
@@ -137,22 +137,13 @@ def test_a_model_that_cannot_be_exported_is_reported_before_training(tmp_path: P
     assert learn.time.ba == 0
 
 
-@pytest.mark.parametrize(
-    'wrong', [{'formats': 'onx'}, {'formats': ()}, {'fname': ''}, {'formats': ('onnx', 'torch')}]
-)
+@pytest.mark.parametrize('wrong', [{'formats': 'onx'}, {'formats': ('onnx', 'torch')}])
 def test_bad_options_are_refused(wrong: Any) -> None:
     with pytest.raises(OptionError):
         ExportForInference(**wrong)
 
 
 # ------------------------------------------------------------------------------------------ loading
-
-
-def test_a_format_in_the_place_of_the_name_is_refused() -> None:
-    for name in ('onnx', 'net.onnx'):
-        with pytest.raises(OptionError, match=r"For ONNX, give `formats='onnx'`"):
-            ExportForInference(name)
-    assert ExportForInference('net.onnx', formats='onnx').formats == ('onnx',)
 
 
 def test_weights_are_loaded_at_each_such_event_of_a_fit(tmp_path: Path) -> None:
@@ -181,18 +172,10 @@ def test_what_cannot_be_loaded_is_reported_before_training(tmp_path: Path) -> No
     assert learn.time.ba == 0
     with pytest.raises(UnknownEventError, match='before_fit'):
         LoadWeights('a', at='befor_fit')
-    with pytest.raises(OptionError):
-        LoadWeights('')
     torch.save({'c': torch.ones(1)}, tmp_path / 'other.pth')
     learn = synth_learner(path=tmp_path, cbs=LoadWeights(tmp_path / 'other'))
     with pytest.raises(WeightsError):
         learn.fit(1)
-
-
-@pytest.mark.parametrize('at', ['after_create', 'before_predict'])
-def test_weights_are_not_loaded_at_events_outside_a_fit(at: str) -> None:
-    with pytest.raises(OptionError, match="from 'before_fit' to 'after_fit'"):
-        LoadWeights('w', at=at)
 
 
 # -- several processes -----------------------------------------------------------------------------

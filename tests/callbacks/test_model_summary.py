@@ -106,7 +106,6 @@ def test_shared_layers_and_tied_weights_are_counted_once() -> None:
     assert rows(s) == [('0', '3 x 4', 20), ('1', '3 x 4', 0), ('3', '3 x 4', 0)]
     assert s.n_params == 20
     assert s.layers[0].n_calls == 2 and 'Linear x 2' in str(s)
-    assert [row.is_tied for row in s.layers] == [False, False, True] and str(s).count('tied') == 1
 
 
 def test_dict_inputs_and_outputs_are_named() -> None:
@@ -224,7 +223,6 @@ def test_nothing_is_disturbed(kind: Any) -> None:
     assert all(map(same, before, after))
     x = torch.randn(4, 1, 8, 8)
     summary(learn.model, x)
-    dummy_eval(learn.model, inputs=x)
     assert torch.equal(torch.get_rng_state(), capture_rng()['torch'])
     assert all(map(same, before[2:], everything(learn)[2:]))
 
@@ -247,11 +245,7 @@ def test_loss_and_metrics_are_not_computed_and_callbacks_may_change_the_batch() 
 def test_sizes_of_the_children_are_the_closed_forms() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, stride=2))
     assert model_sizes(model, (20, 21)) == [(1, 4, 18, 19), (1, 4, 9, 9), (1, 8, 4, 4)]
-    assert model_sizes(model, inputs=torch.zeros(2, 3, 9, 9))[-1] == (2, 8, 1, 1)
     assert model_sizes(nn.Conv2d(6, 4, 1, groups=2), (5, 5)) == [(1, 4, 5, 5)]
-    assert model_sizes(
-        nn.LSTM(2, 4), inputs=(torch.zeros(5, 1, 2), (torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)))
-    ) == [((5, 1, 4), ((1, 1, 4), (1, 1, 4)))]
 
 
 def test_a_dummy_evaluation_is_on_noise_from_minus_one_to_one_and_in_evaluation_mode() -> None:
@@ -280,7 +274,7 @@ def test_num_features_model_tries_larger_images() -> None:
     assert num_features_model(nn.Sequential(nn.Conv2d(1, 4, 100), nn.Conv2d(4, 9, 1))) == 9
     with pytest.raises(ModelError, match='no 2-d convolution'):
         num_features_model(nn.Sequential(nn.Linear(3, 2)))
-    with pytest.raises(ModelError, match='inputs=x'):
+    with pytest.raises(ModelError, match='ReLU'):
         model_sizes(nn.ReLU())
 
 

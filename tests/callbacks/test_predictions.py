@@ -16,9 +16,8 @@ from learnkit.callbacks.predictions import (
     CollectDataCallback,
     FetchPredsCallback,
     MCDropoutCallback,
-    mc_dropout_preds,
 )
-from learnkit.core.errors import CancelEpochException, CancelFitException, OptionError
+from learnkit.core.errors import CancelEpochException, CancelFitException
 
 X, Y = torch.linspace(-1, 1, 28).view(14, 2), torch.linspace(0, 1, 14)[:, None]
 
@@ -220,20 +219,6 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
     torch.manual_seed(5)
     # a class does as an instance does
     assert torch.equal(learn.get_preds(cbs=MCDropoutCallback)[0], free[0])
-
-
-def test_mean_and_spread_match_the_stacked_samples() -> None:
-    learn = make()
-    torch.manual_seed(7)
-    cb = MCDropoutCallback()
-    samples = torch.stack([learn.get_preds(cbs=cb)[0] for _ in range(6)])
-    torch.manual_seed(7)
-    mean, std, targs = mc_dropout_preds(learn, n=6)
-    assert torch.allclose(mean, samples.mean(0), atol=1e-6)
-    assert torch.allclose(std, samples.std(0), atol=1e-6)
-    assert torch.equal(targs, Y)
-    with pytest.raises(OptionError, match='n=1'):
-        mc_dropout_preds(learn, n=1)
 
 
 def test_a_fit_with_dropout_on_in_validation_trains_as_without() -> None:

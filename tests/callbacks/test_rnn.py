@@ -119,8 +119,4 @@ def test_models_that_are_not_recurrent() -> None:
 def test_what_is_missing_or_wrong_is_reported_before_training() -> None:
     with pytest.raises(OptionError, match='rnn_cbs'):
         learner(batches(), Recurrent(), RNNRegularizer(alpha=1.0)).fit(1)
-    with pytest.raises(OptionError, match='alpha=-1'):
-        RNNRegularizer(alpha=-1)
-    with pytest.raises(OptionError, match="beta='x'"):
-        RNNRegularizer(beta='x')  # type: ignore[arg-type]  # the test
     assert [type(cb) for cb in rnn_cbs()] == [ModelResetter, RNNCallback]

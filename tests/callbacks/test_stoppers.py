@@ -86,25 +86,17 @@ def test_what_is_not_a_time_is_refused(wrong: Any) -> None:
     'cb',
     [
         FixedStopper('9tok'),
-        FixedStopper('2iter'),
         EarlyStopping(patience='9tok'),
-        EarlyStopping(patience='2iter'),
     ],
 )
 def test_a_unit_that_is_not_counted_is_refused_before_training(cb: Callback) -> None:
     learn = quiet(cbs=cb)
-    with pytest.raises(TimeError, match=r'9tok|2iter'):
+    with pytest.raises(TimeError, match='9tok'):
         learn.fit(1)
     assert learn.time.ba == 0
 
 
 # ----------------------------------------------------------------------------------------- patience
-
-
-@pytest.mark.parametrize('monitor', [None, '', 3])
-def test_patience_without_a_monitor_is_refused(monitor: Any) -> None:
-    with pytest.raises(OptionError, match='monitor='):
-        EarlyStopping(monitor, patience=2)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +157,6 @@ def test_stops_once_a_metric_is_past_a_threshold(
 @pytest.mark.parametrize(
     'wrong',
     [
-        {'threshold': 'high'},
         {'monitor': 'quux'},
         {'comp': 'up'},
         {'monitor': lambda learn: 1},

@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler as torch_lr
 from learnkit import (
     Callback,
     CancelBatchException,
-    CancelFitException,
     CancelStepException,
     GradientAccumulation,
     Recorder,
@@ -176,19 +175,10 @@ def test_a_skipped_step_does_not_count_nor_warn() -> None:
     assert learn.opt.hypers[0]['lr'] == 0.5**4
 
 
-@pytest.mark.filterwarnings('ignore:OneCycleLR has')
-@pytest.mark.parametrize('by', ['epoch', 'batch'])
-@pytest.mark.parametrize('name', ['cosine'])
-def test_an_interrupted_fit_continues_with_the_same_rates(name: str, by: str) -> None:
-    def stop(cb: Any) -> None:
-        if cb.epoch == 2:
-            raise CancelFitException
-
+def test_skipped_epochs_advance_it() -> None:
     used, learn = Used(), learner(2)
-    learn.fit(4, cbs=[LRScheduler(MAKERS[name], by=by), Callback(before_epoch=stop), used])
-    learn.fit(4, start_epoch=2, cbs=[LRScheduler(MAKERS[name], by=by), used])
-    expected = plain(MAKERS[name], 8 if by == 'batch' else 4)
-    assert used.values == (expected if by == 'batch' else [v for v in expected for _ in range(2)])
+    learn.fit(4, start_epoch=2, cbs=[LRScheduler(MAKERS['cosine']), used])
+    assert used.values == [v for v in plain(MAKERS['cosine'], 4)[2:] for _ in range(2)]
 
 
 def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
@@ -220,7 +210,6 @@ def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
     [
         (lambda: LRScheduler(3), r'partial\(StepLR'),
         (lambda: LRScheduler(MAKERS['step'], by='step'), "'batch' or 'epoch'"),
-        (lambda: LRScheduler(torch_lr.ReduceLROnPlateau, monitor=True), 'the name of a column'),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_not_a_scheduler(make: Any, message: str) -> None:
@@ -231,21 +220,16 @@ def test_what_is_not_a_scheduler(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ('cb', 'message'),
     [
-        (lambda: LRScheduler(lambda opt: None), 'none of torch'),
         (
             lambda: LRScheduler(torch_lr.ReduceLROnPlateau, monitor='valid_los'),
             'Did you mean `valid_loss`',
         ),
-        (lambda: LRScheduler(torch_lr.ReduceLROnPlateau, by='batch'), "by 'epoch'"),
-        (lambda: LRScheduler(MAKERS['step'], monitor='valid_loss'), 'StepLR takes no value'),
         (lambda: LRScheduler(partial(torch_lr.LambdaLR, lr_lambda=[len, len])), None),
     ],
 )
 def test_errors_before_training(cb: Any, message: str | None) -> None:
     learn = learner()
-    error = (
-        ValueError if message is None else MetricError if 'Did you mean' in message else OptionError
-    )
+    error = ValueError if message is None else MetricError
     with pytest.raises(error, match=message):
         learn.fit(1, cbs=cb())
     assert learn.train_iter == 0

@@ -95,7 +95,7 @@ def test_momenta_are_shares(name: str, value: float) -> None:
         (
             [SaveModelCallback, partial(SaveModelCallback, 'train_loss')],
             OptionError,
-            'both write .*model.pth.*`fname`',
+            'write the same file.*`fname`',
         ),
         ([MixUp, CutMix], OptionError, 'both blend each batch'),
         (
@@ -125,10 +125,9 @@ def test_callbacks_that_cannot_run(
         (lambda learn: learn.export(act='softmax'), OptionError, "act='softmax' cannot be called"),
         (lambda learn: learn.get_preds(dl=X), LoaderError, '`dl=[(x,)]`'),
         (lambda learn: learn.validate(dl=learn.dls), LoaderError, 'pass its `.train` or'),
-        (lambda learn: learn.lr_find(num_it=0), OptionError, 'num_it=0'),
         (lambda learn: learn.lr_find(1, 0.1), ScheduleError, '0 < start_lr < end_lr'),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_predictions_and_searches(do: Any, error: type[Exception], expected_text: str) -> None:
     assert expected_text in message(make(), error, do)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 
 from learnkit import Callback, DataLoaders, Learner, MixUp, TensorLoader
-from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedLin
 from learnkit.callbacks.tracking import (
     EarlyStoppingCallback,
@@ -63,19 +61,14 @@ def trained(*cbs: Any, fp16: bool = True) -> Learner:
 
 
 @pytest.mark.parametrize('leave', ['to_fp32', 'to_fp16'])
-@pytest.mark.parametrize(('event', 'n_acc'), [('before_backward', 0), ('after_batch', 16)])
-def test_gradients_are_unscaled_when_mixed_precision_leaves(
-    leave: str, event: str, n_acc: int
-) -> None:
-    acc = [GradientAccumulation(n_acc)] if n_acc else []
-
+def test_mixed_precision_leaves_in_the_middle_of_a_fit(leave: str) -> None:
     def change(cb: Any) -> None:
-        if cb.train_iter == (3 if n_acc else 2) and cb.training:
+        if cb.train_iter == 2 and cb.training:
             getattr(cb.learn, leave)()
 
-    changer = Callback(**{event: change})
+    changer = Callback(before_backward=change)
     changer.order = 20
-    got, plain = trained(changer, *acc), trained(*acc, fp16=False)
+    got, plain = trained(changer), trained(fp16=False)
     torch.testing.assert_close(got.model.weight, plain.model.weight, rtol=0.02, atol=0.01)
     assert got.opt.n_steps == plain.opt.n_steps and all(loss < 10 for loss in got.recorder.losses)
 
@@ -92,6 +85,7 @@ def test_gradients_are_unscaled_when_mixed_precision_leaves(
     [
         EarlyStoppingCallback,
         partial(SaveModelCallback, every_epoch=True),
+        SaveModelCallback,
     ],
 )
 def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
@@ -102,23 +96,10 @@ def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
     if getattr(tracker, 'every_epoch', False):
         assert (tmp_path / 'models' / 'model_2.pth').exists()
     else:
+        if cls is SaveModelCallback:  # the best weights are loaded
+            assert learn.validate()[0] == pytest.approx(tracker.best)
         assert tracker.best == min(row['valid_loss'] for row in learn.history[1:])
     learn.fit(1)
-
-
-@pytest.mark.parametrize('event', ['before_epoch', 'before_step', 'after_epoch'])
-@pytest.mark.parametrize('by', ['epoch', 'batch'])
-def test_a_scheduler_that_comes_in_the_middle_of_a_fit_begins_there(by: str, event: str) -> None:
-    learn = quiet(synth_learner(n_train=4, lr=0.5))
-    sched = LRScheduler(partial(torch_lr.StepLR, step_size=1, gamma=0.5), by)
-    learn.fit(3, cbs=at(event, 1, lambda learn: learn.add_cb(sched)))
-    by_epoch = [0.5] * 8 + [0.25] * 4
-    lrs = learn.recorder.lrs
-    if by == 'epoch':
-        assert lrs[:8] == by_epoch[:8] and (lrs == by_epoch or event == 'after_epoch')
-    else:
-        assert lrs[:5] == [0.5] * 5 and lrs[-1] < 0.1
-        assert all(b in (a, a / 2) for a, b in pairwise(lrs))
 
 
 @pytest.mark.parametrize(

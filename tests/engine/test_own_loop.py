@@ -196,16 +196,6 @@ def test_samples_that_are_left_over_are_stepped_with_for_each() -> None:
     ]
 
 
-def test_gradients_of_all_and_of_one_do_not_mix() -> None:
-    class Mixed(Duel):
-        def train_batch(self) -> None:
-            self.optimize(self.forward(self.model.critic, self.x).mean(), only='critic')
-            self.optimize(self.forward(self.model.generator, self.x).mean())
-
-    with pytest.raises(OptionError, match='GradientAccumulation'):
-        fit(make_duel(GradientAccumulation(8), cls=Mixed))
-
-
 def test_a_resume_in_the_middle_of_an_accumulation_is_exact(tmp_path: Path) -> None:
     def make(*cbs: Any) -> Any:
         cbs = GradientAccumulation(12), MixedPrecision('fp16', init_scale=2.0**8), *cbs

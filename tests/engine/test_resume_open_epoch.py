@@ -168,7 +168,7 @@ class Seen(Metric):
 
 def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
     make = partial(learner, metrics=[mae, Seen()])
-    with pytest.warns(UserWarning, match=r'`seen` \(.*attribute `seen` is a set'):
+    with pytest.warns(UserWarning, match='no state of `seen`'):
         straight, other = resumed(make, 2)
     n = 4 * N_BATCHES - 1
     assert [r['train_seen'] for r in straight.history] == [n] * N_EPOCH
@@ -179,7 +179,7 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
 
 def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     make = partial(learner, metrics=[mae, nn.L1Loss()])
-    with pytest.warns(UserWarning, match=r'`rmse` \(.*no metric'):
+    with pytest.warns(UserWarning, match='no state of `rmse`'):
         straight, other = resumed(make, 3, again=partial(learner, metrics=[RMSE(), mae]))
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
     assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0

@@ -271,7 +271,7 @@ def test_values_of_validate_have_names() -> None:
     loss, share = F.cross_entropy(pred, Y).item(), (pred.argmax(1) == Y).float().mean().item()
     assert list(values) == pytest.approx([loss, share])
     assert values.names == ['valid_loss', 'accuracy']
-    assert values['accuracy'] == values[1] and values.to_dict()['valid_loss'] == values[0]
+    assert values['accuracy'] == values[1] and values['valid_loss'] == values[0]
     assert repr(values) == f'[valid_loss={values[0]:.6g}, accuracy={values[1]:.6g}]'
     with pytest.raises(KeyError, match=r"'acc'.*'accuracy'"):
         values['acc']
