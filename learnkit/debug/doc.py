@@ -8,7 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from learnkit.core.errors import CancelException, OptionError, did_you_mean
+from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import ALIASES, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
@@ -58,8 +58,6 @@ def doc(
             )
     if isinstance(found, type) and issubclass(found, Callback):
         return _describe_callback(found, found)
-    if isinstance(found, type) and issubclass(found, CancelException):
-        return _join(_describe_object(found), _list_places(found))
     return _describe_object(found)
 
 
@@ -179,13 +177,6 @@ def _list_cancel_exceptions(indices: list[int]) -> Iterator[tuple[str, str]]:
             phase = ' In training.' if legal[0] < _EVALUATION else ' In evaluation.'
         if legal:
             yield level.exception.__name__, _first_line(level.exception) + phase
-
-
-def _list_places(cls: type[CancelException]) -> str:
-    "Return the events from which on a Cancel exception may be raised, with the events that then run."
-    levels = [level for level in LEVELS.values() if issubclass(level.exception, cls)]
-    rows = [(level.before, f'then {level.after_cancel}, {level.after}') for level in levels]
-    return _format_list('From this event on it may be raised', rows)
 
 
 def _first_line(value: Any) -> str:
