@@ -131,14 +131,15 @@ class ActivationStats(HookCallback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
         self.layer_names = list(sd['layers'])
-        table = sd.get('table')  # absent in older checkpoints
-        self._rows = [] if table is None else list(table)
-        self._at = list(sd['at'])[: len(self._rows)]
+        self._rows = [] if sd['table'] is None else list(sd['table'])
+        self._at = list(sd['at'])
 
     # -- reading -----------------------------------------------------------------------------------
 
     def _table(self) -> Tensor:
         "Return the statistics of all batches, [batches, layers, 3 + bins], after their copies have arrived."
+        if not self._rows:
+            raise OptionError('ActivationStats: nothing was measured yet. Call fit first.')
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return torch.stack(self._rows)
@@ -157,24 +158,14 @@ class ActivationStats(HookCallback):
         return {**cell, 'hist': values[3:].float()} if self.with_hist else cell
 
     def _find_series(self, idx: int | str) -> tuple[str, Tensor]:
-        "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if unknown."
-        layer = self._find_layer(idx)
-        title = f'layer {layer} ({self.layer_names[layer]!r})'
-        series = self._table()[:, layer] if self._rows else torch.empty(0, 3)
-        if not len(series) or series[:, 2].isnan().all():
-            raise OptionError(f'Nothing of {title} was measured.')
-        return title, series
-
-    def _find_layer(self, idx: int | str) -> int:
-        "Return the index of a hooked layer, given by its index or name."
+        "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if it was not measured."
+        table = self._table()
         names = self.layer_names
-        try:
-            return names.index(idx) if isinstance(idx, str) else range(len(names))[idx]
-        except (ValueError, IndexError):
-            raise OptionError(
-                f'There is no layer {idx!r}: a fit hooks layers, and `layer_names` lists the {len(names)} of '
-                'the last fit.'
-            ) from None
+        layer = names.index(idx) if isinstance(idx, str) else range(len(names))[idx]
+        title = f'layer {layer} ({names[layer]!r})'
+        if table[:, layer, 2].isnan().all():
+            raise OptionError(f'Nothing of {title} was measured.')
+        return title, table[:, layer]
 
     def layer_stats(
         self,
@@ -216,18 +207,14 @@ class ActivationStats(HookCallback):
     def plot_hist(
         self,
         idxs: Any = None,  # indices or names of layers; None: all measured layers
-        figsize: tuple[float, float] | None = None,  # size in inches
     ) -> Any:
         "Draw `color_dim` of several layers; return the axes."
         if idxs is None:
-            table = self._table() if self._rows else torch.empty(0, 0, 3)
-            idxs = [i for i, near in enumerate(table[..., 2].T) if not near.isnan().all()]
+            near_zero = self._table()[..., 2].T
+            idxs = [i for i, series in enumerate(near_zero) if not series.isnan().all()]
         idxs = as_list(idxs)
-        if not idxs:
-            raise OptionError('Nothing was measured yet: call fit first.')
         cols = min(2, len(idxs))
-        rows = ceil(len(idxs) / cols)
-        axs = new_axes(len(idxs), cols, figsize or (6 * cols, 3 * rows))
+        axs = new_axes(len(idxs), cols, (6 * cols, 3 * ceil(len(idxs) / cols)))
         for idx, ax in zip(idxs, axs, strict=True):
             self.color_dim(idx, ax=ax)
         return axs

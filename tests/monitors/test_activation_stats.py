@@ -167,13 +167,9 @@ def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
 
 def test_bad_questions_are_reported() -> None:
     learn = quiet(nn.Sequential(nn.Linear(2, 1)), cb := ActivationStats())
-    with pytest.raises(OptionError, match=r'no layer 0: .* 0 of'):
+    with pytest.raises(OptionError, match='nothing was measured'):
         cb.layer_stats(0)
     learn.fit(1)
-    with pytest.raises(OptionError, match=r'no layer 1: .* 1 of'):
-        cb.plot_layer_stats(1)
-    with pytest.raises(OptionError, match="no layer '00'"):
-        cb.layer_stats('00')
     with pytest.raises(OptionError, match='with_hist=True'):
         cb.color_dim(0)
 
