@@ -138,33 +138,6 @@ def test_the_site_builds_without_a_warning_and_without_a_broken_link(site: Path)
 
 
 @site_test
-def test_every_guide_and_page_is_there(site: Path) -> None:
-    expected = {f'guides/{path.stem}.html' for path in (ROOT / 'nbs').glob('*.ipynb')}
-    expected |= {f'{path.stem}.html' for path in DOCS.glob('*.md')}
-    expected |= {f'howto/{path.stem}.html' for path in DOCS.glob('howto/*.md')}
-    expected |= {f'api/{name}.html' for name in ('learner', 'callback', 'metrics', 'errors')}
-    expected |= {
-        'project/changelog.html',
-        'project/contributing.html',
-        'search.html',
-        'searchindex.js',
-    }
-    assert not [name for name in sorted(expected) if not (site / name).exists()]
-    entry = {
-        name: (site / 'index.html').read_text('utf-8').find(f'href="{name}"')
-        for name in expected
-        if name.startswith(('guides/', 'project/'))
-    }
-    assert min(entry.values()) > 0, 'not in the navigation'
-    assert [
-        name for name in sorted(entry, key=entry.__getitem__) if name.startswith('guides/')
-    ] == sorted(
-        (name for name in entry if name.startswith('guides/')),
-        key=lambda name: (name != 'guides/index.html', name),
-    )
-
-
-@site_test
 def test_every_public_name_is_described_once_and_no_internal_one(site: Path) -> None:
     pages = {path.stem: Page(path.read_text('utf-8')) for path in (site / 'api').glob('*.html')}
     anchors = {anchor for page in pages.values() for anchor in page.anchors}
