@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -127,15 +126,6 @@ def adding(order: int) -> Callback:
     cb = Callback(before_backward=add)
     cb.order = order
     return cb
-
-
-def test_addition_to_loss_grad() -> None:
-    batches = class_batches([8] * 4)
-    expected = plain_weights(batches, F.cross_entropy, penalty)
-    learn = learner(batches, F.cross_entropy, adding(0), microbatch=2)
-    learn.fit(1)
-    now = distance(weights_of(learn.model), expected)
-    assert now < 1e-12
 
 
 @pytest.mark.parametrize('size', [None, 3])
@@ -290,21 +280,3 @@ def test_a_batch_of_nothing() -> None:
     assert now['train_loss'] == pytest.approx(expected, abs=1e-12)
     assert now['valid_loss'] == pytest.approx(expected, abs=1e-12)
     assert torch.isfinite(torch.tensor(learn.recorder.smooth_loss.smooth)).all()
-
-
-def test_own_function_is_warned_of() -> None:
-    batches = token_batches([4] * 3)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        learner((batches, batches), lambda pred, y: of_tokens(pred, y)).fit(2)
-    messages = [str(w.message) for w in seen if 'weight_func' in str(w.message)]
-    assert len(messages) == 1 and "weight_func='tokens'" in messages[0]
-
-
-def test_weight_func_of_tokens() -> None:
-    batches = token_batches([5, 3, 2])
-    learn = learner((batches, batches), lambda pred, y: of_tokens(pred, y), weight_func='tokens')
-    x, y = joined(batches)
-    expected = of_tokens(make_model()(x), y).item()
-    (loss,) = learn.validate()
-    assert loss == pytest.approx(expected, abs=1e-13)
