@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from learnkit import EMA, Callback, DataLoaders, Learner
 from learnkit.callbacks import Checkpoint, GradientAccumulation, MixedPrecision
@@ -48,25 +48,6 @@ class Plain(Dataset[Any]):
 
     def __getitem__(self, i: int) -> Any:
         return self.x[i], self.y[i]
-
-
-class Noisy(Plain):
-    "Adds noise from three global generators."
-
-    def __getitem__(self, i: int) -> Any:
-        noise = torch.randn(3) + random.random() + float(np.random.rand())
-        return self.x[i] + noise, self.y[i]
-
-
-class OwnNoise(Plain):
-    "Adds noise from its own generator."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transforms = [{'rng': np.random.default_rng(3)}]
-
-    def __getitem__(self, i: int) -> Any:
-        return self.x[i] + float(self.transforms[0]['rng'].random()), self.y[i]
 
 
 class Counting(Plain):
@@ -207,22 +188,13 @@ def torch_loader(dataset: Callable[[], Any] = Plain, **options: Any) -> Callable
     return lambda: DataLoader(dataset(), **{'batch_size': BS, 'shuffle': True, **options})
 
 
-def sampled(sampler: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-    return lambda: DataLoader(Plain(), BS, sampler=sampler(), **options)
+def sampled(sampler: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: DataLoader(Plain(), BS, sampler=sampler())
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
     'one of its own that counts': Loader,
     'a data set that counts': torch_loader(Counting),
-    'a generator': lambda: torch_loader(generator=torch.Generator().manual_seed(3))(),
-    'noise': torch_loader(Noisy),
-    'noise of its own': torch_loader(OwnNoise),
-    'workers, noise': torch_loader(Noisy, num_workers=2),
-    'workers, a data set that counts': torch_loader(Counting, num_workers=2),
-    'workers, sampler HiddenCount': sampled(HiddenCount, num_workers=2),
-    'batches of a sampler that counts': lambda: DataLoader(
-        Plain(), batch_sampler=BatchSampler(HiddenCount(), BS, False)
-    ),
     'sampler HiddenCount': sampled(HiddenCount),
 }
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
@@ -233,8 +205,8 @@ CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
 # set-ups with state that is missing from checkpoints
 LOST = {
     'sampler InClosure': SetUp(train=sampled(InClosure), warns='InClosure'),
-    'persistent workers, noise': SetUp(
-        train=torch_loader(Noisy, num_workers=2, persistent_workers=True),
+    'persistent workers': SetUp(
+        train=torch_loader(Counting, num_workers=2, persistent_workers=True),
         warns='persistent workers',
     ),
     'workers out of order': SetUp(
