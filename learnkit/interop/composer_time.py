@@ -130,21 +130,13 @@ class ComposerTime:
         time = Time(text)
         return cls(time.value, time.unit)
 
-    def _parse(self, other: Any) -> ComposerTime:
-        "Convert a time, a string, or a number of this unit to a `ComposerTime`."
-        if isinstance(other, (int, float)):
-            return ComposerTime(other, self.unit)
-        if isinstance(other, str):
-            other = Time(other)
-        if not hasattr(other, 'unit'):
-            raise TimeError(f'{other!r} is not a time: it cannot be combined with {self}.')
-        return ComposerTime(other.value, other.unit)
-
     def _value_of(self, other: Any) -> int | float:
         "Return the value of a time, a string or a number in this unit; raise `TimeError` for another unit."
-        other = self._parse(other)
-        if other.unit is self.unit:
-            return other.value
+        if isinstance(other, (int, float)):
+            return other
+        time = Time(other) if isinstance(other, str) else other
+        if getattr(time.unit, 'value', time.unit) == self.unit.value:
+            return time.value
         raise TimeError(
             f'{self} and {other} have different units: they cannot be compared or combined.'
         )

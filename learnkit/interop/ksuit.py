@@ -49,21 +49,17 @@ from learnkit.interop.ksuit_views import (
     UpdateCounter,
 )
 
-EVENTS = (
-    'before_training',
-    'after_training',
-    'before_epoch',
-    'before_every_update',
-    'before_every_accumulation_step',
-    'before_every_backward',
-    'track_after_accumulation_step',
-    'before_every_optim_step',
-    'track_after_update_step',
-    'after_update',
-    'after_epoch',
+EVENTS = tuple(
+    'before_training after_training before_epoch before_every_update before_every_accumulation_step '
+    'before_every_backward track_after_accumulation_step before_every_optim_step '
+    'track_after_update_step after_update after_epoch'.split()
 )
 PERIODIC = ('periodic_callback', '_periodic_callback')
 STOP_HOOKS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
+PASS_HOOKS = ('process_data', 'process_results')
+WRAPPED = 'before_training after_training track_after_accumulation_step track_after_update_step'
+TEMPLATES = {f'_{name}': name for name in WRAPPED.split()}
+HOOKS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
 PASS_HOOKS = ('process_data', 'process_results')
 TEMPLATES = {
     f'_{name}': name
@@ -77,20 +73,16 @@ TEMPLATES = {
 HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS_HOOKS, 'at_eval', *STOP_HOOKS)
 COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
 HOOK_ARGUMENTS = {
-    'before_every_accumulation_step': ['batch'],
-    'track_after_update_step': ['times'],
-    'track_after_accumulation_step': [
-        'batch',
-        'losses',
-        'update_outputs',
-        'accumulation_steps',
-        'accumulation_step',
-    ],
-    'after_update': ['times', 'data_iter'],
-    'after_epoch': ['data_iter'],
-    'at_eval': ['data_iter'],
-    'periodic_callback': ['interval_type', 'data_iter'],
-    'process_results': ['interval_type', 'data_iter'],
+    'before_every_accumulation_step': 'batch',
+    'track_after_update_step': 'times',
+    'track_after_accumulation_step': (
+        'batch losses update_outputs accumulation_steps accumulation_step'
+    ),
+    'after_update': 'times data_iter',
+    'after_epoch': 'data_iter',
+    'at_eval': 'data_iter',
+    'periodic_callback': 'interval_type data_iter',
+    'process_results': 'interval_type data_iter',
 }
 # methods of ksuit's base classes that call the periodic hook
 DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
@@ -466,7 +458,7 @@ class _FromKsuit(Callback):
         A hook with `**kwargs` passes them on to an inner hook, such as `_before_training`, whose
         arguments are included.
         """
-        names = [*COMMON, *HOOK_ARGUMENTS.get(name, ())]
+        names = [*COMMON, *HOOK_ARGUMENTS.get(name, '').split()]
         inner = self._inner_hooks.get(name, f)
         if takes_any(f) and takes_any(inner):
             return names

@@ -24,17 +24,9 @@ from learnkit.metrics.direction import MetricProperties
 
 # names of metrics without a better direction
 NEUTRAL_KEYS = (
-    'profiler/*',
-    'profiling/*',
-    'optim/*',
-    '*/lr/*',
-    'ctx/*',
-    'loss_weight/*',
-    'gradient/*',
-    'detach/*',
-    'lossdiff/*',
-    'train_time/*',
-)
+    'profiler/* profiling/* optim/* */lr/* ctx/* loss_weight/* gradient/* detach/* lossdiff/* '
+    'train_time/*'
+).split()
 
 
 @dataclass(frozen=True, slots=True)

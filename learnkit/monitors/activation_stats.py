@@ -31,10 +31,9 @@ class ActivationStats(HookCallback):
     `plot_layer_stats`, `color_dim` and `plot_hist` draw them. Statistics are computed on the
     device, in float32 (float64 for float64), and copied to the host without waiting.
 
-    A batch is measured as a whole, also if it passes through a layer in microbatches
-    (`Learner(microbatch=n)`) or several times (a shared layer). Of several outputs (an LSTM) the
-    first one is measured. With `is_forward=False` the gradients of the outputs are measured. A new
-    fit discards earlier statistics.
+    Of several calls of a layer in a batch (microbatches, a shared layer) the last one is measured, and
+    of several outputs (an LSTM) the first one. With `is_forward=False` the gradients of the outputs
+    are measured. A new fit discards earlier statistics.
 
     Checkpointed: everything recorded.
 
@@ -59,8 +58,8 @@ class ActivationStats(HookCallback):
         self.with_hist = with_hist
         self._at: list[int] = []  # index in the fit of each measured batch
         self._rows: list[Tensor] = []  # statistics of each measured batch, [layers, 3 + bins]
-        # statistics of each call in the current batch, by layer
-        self._calls: dict[int, list[Tensor]] = {}
+        # statistics of the last call in the current batch, by layer
+        self._calls: dict[int, Tensor] = {}
 
     # -- recording ---------------------------------------------------------------------------------
 
@@ -88,8 +87,7 @@ class ActivationStats(HookCallback):
             return
         outputs = [t for t in tensors_in(out) if t.numel()]
         if outputs:
-            calls = self._calls.setdefault(self._layer_indices[id(m)], [])
-            calls.append(_measure(outputs[0], self.with_hist))
+            self._calls[self._layer_indices[id(m)]] = _measure(outputs[0], self.with_hist)
 
     @override
     def after_batch(self) -> None:
@@ -103,10 +101,9 @@ class ActivationStats(HookCallback):
 
     def _join_calls(self) -> Tensor:
         "Return the statistics of this batch, copied to the host without waiting; NaN for layers not called."
-        first = next(iter(self._calls.values()))[0]
-        no_call = torch.full((len(first) - 1,), torch.nan, dtype=first.dtype, device=first.device)
-        layers = range(len(self.modules))
-        rows = [_join(self._calls[i]).to(first) if i in self._calls else no_call for i in layers]
+        first = next(iter(self._calls.values()))
+        no_call = torch.full_like(first, torch.nan)
+        rows = [self._calls.get(i, no_call).to(first) for i in range(len(self.modules))]
         return torch.stack(rows).to('cpu', non_blocking=True)
 
     @override
@@ -237,20 +234,8 @@ class ActivationStats(HookCallback):
 
 @torch.no_grad()
 def _measure(t: Tensor, with_hist: bool) -> Tensor:
-    "Return size, mean, variance, share near zero and, on request, the histogram of a tensor, on its device."
+    "Return mean, standard deviation, share near zero and, on request, the histogram of a tensor, on its device."
     x = t if t.dtype is torch.float64 else t.float()
-    var, mean = torch.var_mean(x, correction=0)
-    size = torch.full_like(mean, x.numel())
-    stats = torch.stack([size, mean, var, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
+    std, mean = torch.std_mean(x, correction=min(1, x.numel() - 1))
+    stats = torch.stack([mean, std, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
     return torch.cat([stats, torch.histc(x, BINS, 0, TOP)]) if with_hist else stats
-
-
-def _join(calls: list[Tensor]) -> Tensor:
-    "Return mean, standard deviation, share near zero and histogram over all calls of a layer."
-    n, means, variances, near_zero, *bins = torch.stack(calls).T
-    size = n.sum()
-    mean = (n * means).sum() / size
-    # sum of squares within calls and between them
-    squares = (n * (variances + (means - mean) ** 2)).sum()
-    std = (squares / (size - 1)).sqrt()
-    return torch.stack([mean, std, (n * near_zero).sum() / size, *(b.sum() for b in bins)])
