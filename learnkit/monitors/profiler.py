@@ -136,11 +136,6 @@ class TorchProfiler(Callback):
         if profiler is not None:
             profiler.stop()
 
-    def on_run_failed(self) -> None:
-        "End the recording with a fit that failed in an outer run."
-        if self.learn.fitting:
-            self._stop()
-
     def cleanup(self) -> None:
         "End the recording after an error."
         self._stop()

@@ -10,8 +10,6 @@ from typing import Any
 from torch import nn
 
 from learnkit import Callback, Learner
-from learnkit.checkpoint.resume_check import ResumeCheck
-from learnkit.core.html import table
 from learnkit.testing import synth_learner
 
 
@@ -51,20 +49,6 @@ def html_of(o: Any) -> str:
 
 def rows_of(o: Any) -> list[list[str]]:
     return Rows(html_of(o)).rows
-
-
-# -- tables
-
-
-def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
-    html = table(['n', '<b>'], [(1, '<script>'), (None, 'a & b')], 'x < y')
-    assert Rows(html).rows == [['n', '<b>'], ['1', '<script>'], ['', 'a & b']]
-    assert '<script>' not in html and '<div><b>x &lt; y</b></div>' in html
-    assert html.count('<td style="text-align:right">') == 2
-    assert html.count('<td style="text-align:left">') == 2
-
-
-# -- the Learner
 
 
 def test_the_html_of_a_learner_shows_its_parts_and_progress() -> None:
@@ -123,19 +107,3 @@ def test_a_look_never_raises() -> None:
     )
     half = Learner.__new__(Learner)  # as in a traceback of the constructor
     assert 'not known' in repr(half) and 'not known' in html_of(half)
-
-
-# -- the others
-
-
-def test_a_resume_check_lists_what_differs() -> None:
-    exact = ResumeCheck(8, 4, 'ab' * 32)
-    other = ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint'])
-    assert dict(rows_of(exact)) == {
-        'resumes': 'exactly, to the last bit',
-        'batches': '8',
-        'stopped after': '4',
-        'SHA-256': 'abababababab...',
-    }
-    assert dict(rows_of(other))['differences'] == 'weight <a>'
-    assert dict(rows_of(other))['hints'] == 'a hint'

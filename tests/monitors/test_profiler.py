@@ -111,13 +111,3 @@ def test_each_rank_has_its_file(tmp_path: Path) -> None:
     assert run_ranks(job) == [['trace-batch-2-rank0.json'], ['trace-batch-2-rank1.json']]
     for rank in (0, 1):
         assert counts(tmp_path / f'profile/trace-batch-2-rank{rank}.json')['aten::mse_loss'] == 2
-
-
-def test_the_end_of_a_fit_ends_the_recording_in_an_outer_run(tmp_path: Path) -> None:
-    learn = learner(tmp_path, TorchProfiler(wait=2, warmup=1, active=90, n_rows=0))
-    with learn:
-        fit(learn)
-        assert not torch.autograd._profiler_enabled()
-        fit(learn)
-    names = [path.name for path in learn.torch_profiler.files]
-    assert names == ['trace-batch-3.json', 'trace-batch-15.json']

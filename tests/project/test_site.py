@@ -15,7 +15,6 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
-import learnkit
 from learnkit.engine.events import EVENTS, LIFECYCLE
 from tests.helpers.building import build
 from tests.helpers.fresh import output_of
@@ -152,16 +151,3 @@ def test_every_public_name_is_described_once_and_no_internal_one(site: Path) -> 
         'learnkit.learner.Learner.add_cb',
     } <= anchors
     assert 'learnkit.engine.snapshot' not in ' '.join(anchors)
-
-
-@site_test
-def test_comments_of_a_signature_and_names_in_text_are_shown(site: Path) -> None:
-    learner = (site / 'api' / 'learner.html').read_text('utf-8')
-    assert 'class="parameters' in learner and 'weight decay; None' in learner
-    assert '#learnkit.learner.Learner.fit_one_cycle' in learner
-
-    page = (site / 'guides' / 'from_fastai.html').read_text('utf-8')
-    assert 'href="../api/train.html#learnkit.callbacks.mixup.MixUp"' in page
-    assert len(set(re.findall(r'href="../api/[^"]+"', page))) > 80
-    assert 'class="lifecycle"' in (site / 'lifecycle.html').read_text('utf-8')
-    assert learnkit.__version__ in (site / 'index.html').read_text('utf-8')
