@@ -17,7 +17,6 @@ from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
-from learnkit.engine.callback import defined_on_class
 from learnkit.metrics.base import Mean
 
 if TYPE_CHECKING:
@@ -124,8 +123,6 @@ def configuration(learn: Learner) -> dict[str, Any]:
             is_own_method = hasattr(type(cb), getattr(value, '__name__', ' '))
             if name in cb.__dict__ and not is_own_method:
                 config[f'callback/{key}/{name}'] = value
-        if defined_on_class(cb, 'configuration'):
-            config |= cb.configuration()  # settings that the callback found during the run
     return {name: to_loggable(value) for name, value in config.items()}
 
 
