@@ -13,9 +13,6 @@ from learnkit.core.model import unwrap_partial
 from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import ALIASES, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
 
-# index of the first moment of an evaluation in `LIFECYCLE`
-_EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
-
 
 class Doc(str):
     "Help for an object; a notebook shows the text as it is."
@@ -171,12 +168,8 @@ def _describe_event(event: str) -> Doc:
 def _list_cancel_exceptions(indices: list[int]) -> Iterator[tuple[str, str]]:
     "Yield the Cancel exceptions that may be raised at an event, given the event's indices in `LIFECYCLE`."
     for name, level in LEVELS.items():
-        legal = [i for i in indices if name in open_levels(i)]
-        phase = ''
-        if legal and legal != indices:
-            phase = ' In training.' if legal[0] < _EVALUATION else ' In evaluation.'
-        if legal:
-            yield level.exception.__name__, _first_line(level.exception) + phase
+        if any(name in open_levels(i) for i in indices):
+            yield level.exception.__name__, _first_line(level.exception)
 
 
 def _first_line(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -146,19 +146,14 @@ class _Page:
         return f'<div class="plots">{plots}</div>{_scroll(rows)}'
 
     def _render_schedule(self) -> str:
-        "Return a table and plots of the hyperparameters of the last fit."
+        "Return plots of the hyperparameters that have changed in the last fit."
         recorder = recorder_of(self.learn)
-        if recorder is None or not recorder.losses:
-            return ''
-        rows = [
-            (name, _format_number(min(values)), _format_number(max(values)))
-            for name, values in recorder.hps.items()
-            if values
-        ]
-        cells = _scroll(table(['last fit', 'least', 'largest'], rows))
-        changed = [name for name, least, largest in rows if least != largest]
-        plots = self._try('Plots of the schedule', lambda: _plot_schedule(recorder, changed)) or ''
-        return f'<div class="plots">{plots}</div>{cells}'
+        hps = recorder.hps if recorder is not None and recorder.losses else {}
+        changed = [name for name, values in hps.items() if values and min(values) < max(values)]
+        plots = ''.join(
+            _plot(partial(recorder.plot_sched, [name], figsize=PANEL)) for name in changed
+        )
+        return f'<div class="plots">{plots}</div>' if plots else ''
 
     def _render_predictions(self) -> str:
         "Return the confusion matrix or the predicted numbers, and the samples with the largest losses."
@@ -282,11 +277,6 @@ def _plot_history(recorder: Recorder) -> str:
     with suppress(MetricError):
         html += _plot(lambda: recorder.plot_metrics()[0])
     return html
-
-
-def _plot_schedule(recorder: Recorder, names: Iterable[str]) -> str:
-    plots = [partial(recorder.plot_sched, [name], figsize=PANEL) for name in names]
-    return ''.join(map(_plot, plots))
 
 
 def _show_samples(show: Callable[[], Any]) -> str:

@@ -145,7 +145,7 @@ def test_a_fit_is_the_same_with_and_without_reports(tmp_path: Path) -> None:
     states = []
     for cbs in ([], [Reporting()]):
         learn = classifier(tmp_path, *cbs)
-        learn.fit(2)
+        learn.fit_one_cycle(2)
         states.append(learn.checkpoint_state())
         states[-1]['callbacks'].pop('reporting', None)
     differ = [d for d in differences(*states) if 'time' not in d and 'seconds' not in d]
