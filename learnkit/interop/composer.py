@@ -94,8 +94,8 @@ def from_composer(
     Composer's Trainer log. Composer need not be installed; if it is imported, callbacks of its
     package receive Composer's event and time classes.
 
-    Checkpointed: the callback's `state_dict` (without one, its changed attributes if all of them are
-    plain data), the position in the epoch, and the last metric values.
+    Checkpointed: the callback's `state_dict` (without one, its attributes with plain data), the
+    position in the epoch, and the last metric values.
 
     Raises `CallbackError` for an object without hooks, and warns of attributes that cannot be saved.
 
