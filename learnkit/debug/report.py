@@ -148,11 +148,12 @@ class _Page:
     def _render_schedule(self) -> str:
         "Return plots of the hyperparameters that have changed in the last fit."
         recorder = recorder_of(self.learn)
-        hps = recorder.hps if recorder is not None and recorder.losses else {}
-        changed = [name for name, values in hps.items() if values and min(values) < max(values)]
-        plots = ''.join(
-            _plot(partial(recorder.plot_sched, [name], figsize=PANEL)) for name in changed
-        )
+        if recorder is None or not recorder.losses:
+            return ''
+        plots = ''
+        for name, values in recorder.hps.items():
+            if values and min(values) < max(values):
+                plots += _plot(partial(recorder.plot_sched, [name], figsize=PANEL))
         return f'<div class="plots">{plots}</div>' if plots else ''
 
     def _render_predictions(self) -> str:

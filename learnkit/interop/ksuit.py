@@ -404,7 +404,6 @@ class _FromKsuit(Callback):
             for self._interval_kind in due:
                 with self._evaluation_mode():
                     self._run_interval()
-
         for kind in ('epoch',) if hook == 'after_epoch' else ('update', 'sample'):
             if self._call_hook(f'should_stop_after_{kind}', self.progress()):
                 self.learn.stop()
