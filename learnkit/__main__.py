@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from learnkit.core.environment import describe_environment
 from learnkit.core.version import VERSION
 
-__all__ = ['describe_environment', 'main']
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     "Run a command and return the process's exit code."
@@ -18,10 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog='python -m learnkit', description='A training loop for PyTorch.', allow_abbrev=False
     )
     parser.add_argument('--version', action='version', version=f'learnkit {VERSION}')
-    help_text = (
-        'env: print versions and devices, for a bug report; demo: train on handwritten digits'
-    )
-    parser.add_argument('command', choices=('env', 'demo'), help=help_text)
+    commands = 'env: print versions and devices; demo: train on handwritten digits'
+    parser.add_argument('command', choices=('env', 'demo'), help=commands)
     parser.add_argument('options', nargs=argparse.REMAINDER, help='of the demo: demo --help')
     options = parser.parse_args(argv)
     if options.command == 'demo':

@@ -27,6 +27,7 @@ from learnkit.interop.composer_state import (
     Measured,
     label_of,
     measured_values,
+    wrap_values,
 )
 from learnkit.interop.composer_time import (
     ALWAYS,
@@ -403,17 +404,15 @@ class _FromComposer(Callback):
         recorder = recorder_of(self.learn)
         if learn.phase != 'predict' and recorder is not None:
             values = measured_values(learn, recorder.measured)
-            self.measured[label_of(learn.dl_name)] = {k: Measured(v) for k, v in values.items()}
+            self.measured[label_of(learn.dl_name)] = wrap_values(values)
 
     def _measure_training(self) -> None:
         "Store the Recorder's training loss and metrics of the epoch."
         recorder = recorder_of(self.learn)
         values = {} if recorder is None else recorder.epoch_metrics.values
-        self.measured['train'] = {
-            k.removeprefix('train_'): Measured(v)
-            for k, v in values.items()
-            if k.startswith('train_') and isinstance(v, (int, float))
-        }
+        self.measured['train'] = wrap_values(
+            {k.removeprefix('train_'): v for k, v in values.items() if k.startswith('train_')}
+        )
 
     def collect_counts(self) -> dict[str, Any]:
         "Return the fields of a Composer timestamp."
@@ -496,9 +495,7 @@ class _FromComposer(Callback):
         self._n_previous_epochs = sd['epochs']
         for name, counts in sd['passes'].items():
             self.passes[name].batches, self.passes[name].samples = counts
-        self.measured = {}
-        for label, values in sd['measured'].items():
-            self.measured[label] = {k: Measured(v) for k, v in values.items()}
+        self.measured = {label: wrap_values(values) for label, values in sd['measured'].items()}
         load_state(self.wrapped, sd['callback'])
 
 

@@ -46,6 +46,11 @@ class Measured(float):
         return torch.tensor(float(self))
 
 
+def wrap_values(values: Mapping[str, Any]) -> dict[str, Measured]:
+    "Return the numbers among values by name, with `compute()`."
+    return {k: Measured(v) for k, v in values.items() if isinstance(v, (int, float))}
+
+
 class ComposerState:
     """Composer's state, read from the Learner at each access.
 

@@ -17,7 +17,9 @@ from learnkit.core.errors import LossError
 from learnkit.core.model import model_device
 from learnkit.interop.composer_state import ComposerState
 from learnkit.interop.ksuit_construct import Options, extend
-from learnkit.interop.ksuit_views import Progress
+
+# attributes of the trainer that the update counter has
+OF_COUNTER = ('start_checkpoint', 'end_checkpoint', 'updates_per_epoch', 'effective_batch_size')
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class TrainerResult:
 class Trainer:
     """View of the Learner as ksuit's trainer, with the services that callbacks receive.
 
-    Attributes that are not defined here are read from the services, or else from the Learner.
+    Attributes that are not defined here are read from the services, the update counter or the Learner.
     """
 
     def __init__(self, adapter: Any) -> None:
@@ -42,7 +44,10 @@ class Trainer:
         if name.startswith('__'):
             raise AttributeError(name)
         services = self._adapter.services
-        return services[name] if name in services else getattr(self._adapter.learn, name)
+        if name in services:
+            return services[name]
+        owner = services['update_counter'] if name in OF_COUNTER else self._adapter.learn
+        return getattr(owner, name)
 
     @property
     def config(self) -> Options:
@@ -65,24 +70,8 @@ class Trainer:
         return model_device(self._adapter.learn.model, self._adapter.learn.dls)
 
     @property
-    def start_checkpoint(self) -> Progress:
-        return self.update_counter.start_iteration
-
-    @property
-    def end_checkpoint(self) -> Progress:
-        return self.update_counter.end_iteration
-
-    @property
     def total_training_updates(self) -> int | None:
         return self.end_checkpoint.update
-
-    @property
-    def effective_batch_size(self) -> int:
-        return self._adapter.effective_batch_size
-
-    @property
-    def updates_per_epoch(self) -> int | None:
-        return self._adapter.updates_per_epoch()
 
     @property
     def callbacks(self) -> list[Any]:

@@ -305,16 +305,19 @@ class CheckpointWriter:
         tag = self._adapter.progress() if checkpoint_tag is None else checkpoint_tag
         name = getattr(model, 'name', type(model).__name__)
         folder = self.path_provider.checkpoint_path
-        weight_choices = ((tag, save_weights), ('latest', save_latest_weights))
-        optim_choices = ((tag, save_optim), ('latest', save_latest_optim))
-        weight_tags = [t for t, is_saved in weight_choices if is_saved]
-        optim_tags = [t for t, is_saved in optim_choices if is_saved]
-        for t in weight_tags:
-            self.save_model_checkpoint(model.state_dict(), t, name, model_info)
         opt = self._adapter.learn.opt
-        states = [(t, 'optim', opt.state_dict()) for t in optim_tags if opt is not None]
-        if trainer is not None:
-            states += [(t, 'trainer', trainer.state_dict()) for t in {*weight_tags, *optim_tags}]
+        choices = (
+            (tag, save_weights, save_optim),
+            ('latest', save_latest_weights, save_latest_optim),
+        )
+        states = []
+        for t, with_weights, with_optim in choices:
+            if with_weights:
+                self.save_model_checkpoint(model.state_dict(), t, name, model_info)
+            if with_optim and opt is not None:
+                states.append((t, 'optim', opt.state_dict()))
+            if trainer is not None and (with_weights or with_optim):
+                states.append((t, 'trainer', trainer.state_dict()))
         for t, kind, state in states:
             with atomic_write(folder / f'{name}_cp={t}_{kind}.th') as tmp:
                 torch.save(state, tmp)
