@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from learnkit.core.environment import describe_environment
 from learnkit.core.version import VERSION
 
-__all__ = ['describe_environment', 'main']
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     "Run a command and return the process's exit code."
@@ -18,21 +16,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog='python -m learnkit', description='A training loop for PyTorch.', allow_abbrev=False
     )
     parser.add_argument('--version', action='version', version=f'learnkit {VERSION}')
-    commands = parser.add_subparsers(title='commands', dest='command', required=True)
-    commands.add_parser('env', help='print versions and devices, for a bug report')
-    commands.add_parser(
-        'demo', help='train on handwritten digits; `demo --help` lists the options', add_help=False
-    )
-    options, rest = parser.parse_known_args(argv)
+    commands = 'env: print versions and devices; demo: train on handwritten digits'
+    parser.add_argument('command', choices=('env', 'demo'), help=commands)
+    parser.add_argument('options', nargs=argparse.REMAINDER, help='of the demo: demo --help')
+    options = parser.parse_args(argv)
     if options.command == 'demo':
         import torch
 
         from learnkit import demo
 
         torch.set_num_threads(1)  # a second thread does not speed up images this small
-        return demo.main(rest)
-    if rest:
-        parser.error(f'unrecognized arguments: {" ".join(rest)}')
+        return demo.main(options.options)
     print(describe_environment())
     return 0
 

@@ -13,27 +13,17 @@ import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit.core.errors import MissingExtraError
-from learnkit.core.files import atomic_write
 from learnkit.core.optional import check_libraries
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.inference.interpretation import ClassificationInterpretation
 from learnkit.learner import Learner
 from learnkit.metrics.functional import accuracy
 from learnkit.optim.optimizers import Adam
-
-FILES = {
-    'model.pth': 'the weights',
-    'history.csv': 'one line an epoch',
-    'digits.png': 'losses and confusion matrix',
-}
-
 
 # -- the training ----------------------------------------------------------------------------------
 
@@ -75,12 +65,11 @@ def small_cnn() -> nn.Module:
 def train(
     epochs: int = 15,  # number of epochs
     seed: int = 0,  # seed of the split, the weights and the order
-    bs: int = 32,  # batch size
 ) -> Learner:
     "Train on the digits and return the Learner."
     torch.manual_seed(seed)
     learn = Learner(
-        digits(bs, seed),
+        digits(seed=seed),
         small_cnn(),
         loss_func=F.cross_entropy,
         opt_func=Adam,
@@ -91,84 +80,41 @@ def train(
     return learn
 
 
-# -- output files ----------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
-def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
-    "Write a CSV file with a header and one line per epoch."
-    with (
-        atomic_write(path) as temporary,
-        temporary.open('w', newline='', encoding='utf-8') as f,
-    ):
-        writer = csv.DictWriter(f, fieldnames=list(history[0]))
-        writer.writeheader()
-        writer.writerows(history)
-
-
-def save_picture(learn: Learner, interp: ClassificationInterpretation, path: Path) -> None:
-    "Plot the losses of each step and evaluation, and the confusion matrix."
+def save_all(learn: Learner, out: Path) -> None:
+    "Write weights, history and plot, and print the validation accuracy."
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5), layout='constrained')
-    losses, matrix = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    learn.recorder.plot_loss(ax=losses)
-    losses.set(title='Loss', ylabel='cross-entropy')
-    counts = interp.confusion_matrix()
-    title = f'Validation: {counts.trace()} of {counts.sum()} right'
-    interp.plot_confusion_matrix(title=title, ax=matrix)
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, format='png', dpi=120)
-
-
-def save_all(learn: Learner, out: Path) -> float:
-    "Write weights, history and plot, and return the validation accuracy."
+    torch.save(learn.model.cpu().state_dict(), out / 'model.pth')
+    with (out / 'history.csv').open('w', newline='', encoding='utf-8') as f:
+        writer = csv.DictWriter(f, fieldnames=list(learn.history[0]))
+        writer.writeheader()
+        writer.writerows(learn.history)
     interp = ClassificationInterpretation.from_learner(learn)
-    with atomic_write(out / 'model.pth') as temporary:
-        torch.save(learn.model.cpu().state_dict(), temporary)
-    save_history(learn.history, out / 'history.csv')
-    save_picture(learn, interp, out / 'digits.png')
-    return accuracy(interp.preds, interp.targs).item()
-
-
-# -- the command line ------------------------------------------------------------------------------
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    "Return the command's options."
-    parser = argparse.ArgumentParser(
-        prog='python -m learnkit.demo',
-        description='Train a small network on handwritten digits.',
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument('--epochs', type=int, default=15, help='times through the training images')
-    parser.add_argument('--seed', type=int, default=0, help='of the split, weights and order')
-    parser.add_argument('--out', type=Path, default=Path('digits-demo'), help='folder for files')
-    parser.add_argument('--bs', type=int, default=32, help='images a batch')
-    options = parser.parse_args(argv)
-    for name in ('epochs', 'bs'):
-        if getattr(options, name) < 1:
-            parser.error(f'--{name} is 1 or more')
-    return options
+    figure = Figure(figsize=(11, 5), layout='constrained')
+    losses, matrix = figure.subplots(1, 2)
+    learn.recorder.plot_loss(ax=losses)
+    interp.plot_confusion_matrix(ax=matrix)
+    figure.savefig(out / 'digits.png', dpi=120)
+    share = accuracy(interp.preds, interp.targs).item()
+    print(f'{share:.1%} of the validation images are classified correctly.')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     "Run the demo and return the process's exit code."
-    options = parse_options(argv)
-    try:
-        check_libraries('the demo', 'sklearn', 'matplotlib')
-        options.out.mkdir(parents=True, exist_ok=True)
-        learn = train(options.epochs, options.seed, options.bs)
-        validation_accuracy = save_all(learn, options.out)
-    except (MissingExtraError, OSError) as e:
-        print(f'learnkit.demo: {e}', file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print('learnkit.demo: stopped', file=sys.stderr)
-        return 130
-    print(f'{validation_accuracy:.1%} of the validation images are classified correctly.')
-    for name, description in FILES.items():
-        print(f'wrote {options.out / name}: {description}')
+    parser = argparse.ArgumentParser(
+        prog='python -m learnkit.demo', description=train.__doc__, allow_abbrev=False
+    )
+    parser.add_argument('--epochs', type=int, default=15, help='number of epochs (15)')
+    parser.add_argument('--seed', type=int, default=0, help='of the split, weights and order (0)')
+    parser.add_argument('--out', type=Path, default=Path('digits-demo'), help='folder for files')
+    options = parser.parse_args(argv)
+    check_libraries('the demo', 'sklearn', 'matplotlib')
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_all(train(options.epochs, options.seed), options.out)
+    print(f'Weights, history and a picture are in {options.out}.')
     return 0
 
 

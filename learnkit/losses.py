@@ -127,15 +127,6 @@ class BaseLoss(nn.Module):
         "Return the activated predictions unchanged."
         return x
 
-    def __repr__(self) -> str:
-        options = {
-            'axis': self.axis,
-            **{k: getattr(self.func, k) for k in getattr(self.func, '__constants__', ())},
-        }
-        parts = [f'{k}={v!r}' for k, v in options.items()]
-        parts += [f'{k} {_describe_shape(w)}' for k, w in self.func.named_buffers()]
-        return f'{type(self).__name__}({", ".join(parts)})'
-
 
 class _ClassScores:
     "Predictions and activations of a loss whose predictions are scores of classes."
@@ -279,7 +270,6 @@ class _UnflattenedLoss(_ClassScores, nn.Module):
 
     y_int = True
     axis = 1
-    __constants__ = ['reduction']
 
     def __init__(self, weight: Tensor | None, reduction: str) -> None:
         super().__init__()
@@ -298,9 +288,6 @@ class _UnflattenedLoss(_ClassScores, nn.Module):
         "Return the denominator of the mean: the number of samples."
         return Samples()
 
-    def extra_repr(self) -> str:
-        return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)
-
 
 class LabelSmoothingCrossEntropy(_UnflattenedLoss):
     """Cross-entropy with smoothed targets, `(1 - eps)*CE(x, t) + eps*mean_c(-log softmax(x)[c])`.
@@ -313,7 +300,6 @@ class LabelSmoothingCrossEntropy(_UnflattenedLoss):
     tensor(0.2269)
     """
 
-    __constants__ = ['eps', 'reduction']
     weight: Tensor | None
 
     def __init__(
@@ -323,8 +309,6 @@ class LabelSmoothingCrossEntropy(_UnflattenedLoss):
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(weight, reduction)
-        if not 0 <= eps <= 1:
-            raise OptionError(f'LabelSmoothingCrossEntropy: eps={eps!r} is a share, from 0 to 1.')
         self.eps = eps
 
     @override
@@ -370,7 +354,6 @@ class FocalLoss(_UnflattenedLoss):
     tensor(0.3466)
     """
 
-    __constants__ = ['gamma', 'reduction']
     weight: Tensor | None
 
     def __init__(
@@ -380,8 +363,6 @@ class FocalLoss(_UnflattenedLoss):
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(weight, reduction)
-        if not gamma >= 0:
-            raise OptionError(f'FocalLoss: gamma={gamma!r}: give 0 or more.')
         self.gamma = gamma
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
@@ -449,9 +430,6 @@ class DiceLoss(_ClassScores, nn.Module):
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the mean: the number of samples."
         return Samples()
-
-    def extra_repr(self) -> str:
-        return f'axis={self.axis}, smooth={self.smooth}, reduction={self.reduction!r}'
 
 
 def check_axis(loss: Any, inp: Tensor) -> None:

@@ -8,13 +8,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from learnkit.core.errors import CancelException, OptionError, did_you_mean
+from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
-
-# index of the first moment of an evaluation in `LIFECYCLE`
-_EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
 
 
 class Doc(str):
@@ -58,8 +55,6 @@ def doc(
             )
     if isinstance(found, type) and issubclass(found, Callback):
         return _describe_callback(found, found)
-    if isinstance(found, type) and issubclass(found, CancelException):
-        return _join(_describe_object(found), _list_places(found))
     return _describe_object(found)
 
 
@@ -172,19 +167,8 @@ def _describe_event(event: str) -> Doc:
 def _list_cancel_exceptions(indices: list[int]) -> Iterator[tuple[str, str]]:
     "Yield the Cancel exceptions that may be raised at an event, given the event's indices in `LIFECYCLE`."
     for name, level in LEVELS.items():
-        legal = [i for i in indices if name in open_levels(i)]
-        phase = ''
-        if legal and legal != indices:
-            phase = ' In training.' if legal[0] < _EVALUATION else ' In evaluation.'
-        if legal:
-            yield level.exception.__name__, _first_line(level.exception) + phase
-
-
-def _list_places(cls: type[CancelException]) -> str:
-    "Return the events from which on a Cancel exception may be raised, with the events that then run."
-    levels = [level for level in LEVELS.values() if issubclass(level.exception, cls)]
-    rows = [(level.before, f'then {level.after_cancel}, {level.after}') for level in levels]
-    return _format_list('From this event on it may be raised', rows)
+        if any(name in open_levels(i) for i in indices):
+            yield level.exception.__name__, _first_line(level.exception)
 
 
 def _first_line(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -45,14 +45,11 @@ _HEAD = """<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem }}
 h1 {{ font-size: 1.6rem; margin: 0 }}
 h2 {{ font-size: 1.15rem; margin: 2rem 0 .6rem; border-bottom: thin solid rgba(128,128,128,.4) }}
-summary {{ cursor: pointer }}
 .scroll {{ overflow-x: auto; margin: .6rem 0 }}
 td, th {{ padding: .15rem .6rem; font-variant-numeric: tabular-nums }}
 .scroll td {{ white-space: nowrap }}
@@ -60,8 +57,6 @@ td, th {{ padding: .15rem .6rem; font-variant-numeric: tabular-nums }}
 .plots {{ display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start }}
 img {{ max-width: 100%; height: auto; border-radius: 4px }}
 img.plot {{ width: min(100%, 32rem) }}
-.note {{ opacity: .75 }}
-@media (prefers-color-scheme: dark) {{ img.plot {{ filter: invert(.88) hue-rotate(180deg) }} }}
 </style>
 </head>
 <body>
@@ -137,7 +132,7 @@ class _Page:
             body += f'<section><h2>Left out</h2>\n{_wrap(definitions(self.left_out))}</section>\n'
         return (
             f'{_HEAD.format(title=escape(title))}<h1>{escape(type(learn.model).__name__)}</h1>\n'
-            f'<p class="note">learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}</p>\n'
+            f'<p>learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}</p>\n'
             f'{body}</body>\n</html>\n'
         )
 
@@ -151,19 +146,15 @@ class _Page:
         return f'<div class="plots">{plots}</div>{_scroll(rows)}'
 
     def _render_schedule(self) -> str:
-        "Return a table and plots of the hyperparameters of the last fit."
+        "Return plots of the hyperparameters that have changed in the last fit."
         recorder = recorder_of(self.learn)
         if recorder is None or not recorder.losses:
             return ''
-        rows = [
-            (name, _format_number(min(values)), _format_number(max(values)))
-            for name, values in recorder.hps.items()
-            if values
-        ]
-        cells = _scroll(table(['last fit', 'least', 'largest'], rows))
-        changed = [name for name, least, largest in rows if least != largest]
-        plots = self._try('Plots of the schedule', lambda: _plot_schedule(recorder, changed)) or ''
-        return f'<div class="plots">{plots}</div>{cells}'
+        plots = ''
+        for name, values in recorder.hps.items():
+            if values and min(values) < max(values):
+                plots += _plot(partial(recorder.plot_sched, [name], figsize=PANEL))
+        return f'<div class="plots">{plots}</div>' if plots else ''
 
     def _render_predictions(self) -> str:
         "Return the confusion matrix or the predicted numbers, and the samples with the largest losses."
@@ -177,7 +168,7 @@ class _Page:
             figures = f'{plot}<div>{_format_hits(interp)}</div>'
         elif _are_numbers(interp):
             plot = self._try('Plot of predictions', lambda: _plot(lambda: _plot_numbers(interp)))
-            figures = f'{plot or ""}<div>{_format_errors(interp)}</div>'
+            figures = plot or ''
         top = partial(interp.plot_top_losses, self.top_k)
         shown = self._try('Top losses', lambda: _show_samples(top)) or ''
         return (
@@ -230,17 +221,6 @@ def _plot_numbers(interp: Interpretation) -> Any:
     ax.axline((float(targs[0]),) * 2, slope=1, color='grey', linewidth=1)
     ax.set(xlabel='target', ylabel='prediction')
     return ax
-
-
-def _format_errors(interp: Interpretation) -> str:
-    "Return the errors of predicted numbers over all outputs."
-    preds, targs = (o.flatten().double() for o in (interp.preds, interp.targs))
-    errors = preds - targs
-    mean, root = errors.abs().mean().item(), errors.square().mean().sqrt().item()
-    return (
-        f'<p>Over all outputs: mean absolute error {_format_number(mean)}, '
-        f'root mean square error {_format_number(root)}</p>'
-    )
 
 
 def _format_hits(interp: ClassificationInterpretation) -> str:
@@ -298,11 +278,6 @@ def _plot_history(recorder: Recorder) -> str:
     with suppress(MetricError):
         html += _plot(lambda: recorder.plot_metrics()[0])
     return html
-
-
-def _plot_schedule(recorder: Recorder, names: Iterable[str]) -> str:
-    plots = [partial(recorder.plot_sched, [name], figsize=PANEL) for name in names]
-    return ''.join(map(_plot, plots))
 
 
 def _show_samples(show: Callable[[], Any]) -> str:

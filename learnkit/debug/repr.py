@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
 
@@ -21,7 +21,7 @@ def learner_text(learn: Learner) -> str:
     "Return a Learner's model, loss, validation loaders and callbacks on one line."
     model, loss = (safe_call(partial(f, learn)) for f in (_get_model_name, _get_loss_name))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
-    cbs = ', '.join(_list_reprs(learn, 'cbs'))
+    cbs = safe_call(lambda: ', '.join(map(repr, learn.cbs)))
     return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
 
 
@@ -90,19 +90,7 @@ def _list_metrics(learn: Learner) -> str:
 
 
 def _list_callbacks(learn: Learner) -> list[str]:
-    return _list_reprs(learn.callbacks, 'list_ordered')
-
-
-def _list_reprs(o: Any, name: str) -> list[str]:
-    "Return the representation of each callback, or the error of a callback whose representation fails."
-    found = safe_call(partial(_list_values, o, name))
-    return [safe_call(partial(repr, cb)) for cb in found] if isinstance(found, list) else [found]
-
-
-def _list_values(o: Any, name: str) -> list[Any]:
-    "Return the list in an attribute, or the list that a method returns."
-    value = getattr(o, name)
-    return list(value() if callable(value) else value)
+    return [repr(cb) for cb in learn.callbacks.list_ordered()]
 
 
 def _describe_progress(learn: Learner) -> str:

@@ -20,12 +20,9 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.random import capture_rng
-from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import (
     Entry,
     HandlerTable,
-    is_fastai_callback,
-    takes_every_event,
 )
 from learnkit.engine.events import CONTEXTS, canonical_event
 
@@ -156,7 +153,7 @@ def _replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]
 def describe_handler(entry: Entry, when: str, event_name: str) -> Handler:
     "Describe one entry of a handler table."
     handler, switch, cb = entry
-    f = unwrap_handler(find_user_function(cb, event_name) or handler)
+    f = unwrap_handler(handler)
     file, line = find_place(f)
     name = type(cb).__name__
     function = f'{name}.{getattr(f, "__name__", event_name)}'
@@ -179,15 +176,6 @@ def find_place(f: Any) -> tuple[str, int]:
         return inspect.getsourcefile(f) or '', inspect.getsourcelines(f)[1]
     except (OSError, TypeError):
         return '', 0
-
-
-def find_user_function(cb: Any, event_name: str) -> Any:
-    "Return the user's function of a foreign callback or of a callback for every event; None for other callbacks."
-    if is_fastai_callback(cb):
-        return getattr(cb, event_name, None)
-    if not takes_every_event(type(cb)):
-        return None
-    return type(cb).run_event if type(cb).run_event is not Callback.run_event else type(cb).__call__
 
 
 class TracedTable(HandlerTable):

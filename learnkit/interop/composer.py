@@ -27,70 +27,31 @@ from learnkit.interop.composer_state import (
     Measured,
     label_of,
     measured_values,
+    wrap_values,
 )
-from learnkit.interop.composer_time import Event, types_for
+from learnkit.interop.composer_time import (
+    ALWAYS,
+    EVAL,
+    FIT,
+    FIT_EVAL,
+    PREDICT,
+    STANDALONE_EVAL,
+    TABLES,
+    TRAIN,
+    Event,
+    types_for,
+)
 from learnkit.interop.composer_trainer import ComposerTrainer, add_trainer
 from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# Composer events by learnkit event: in every phase, then in the phase that each table is named after
-ALWAYS = {
-    'after_create': 'init',
-    'before_load': 'before_load',
-    'after_load': 'after_load',
-    'before_predict': 'predict_start',
-    'after_predict': 'predict_end',
-    'close': 'close',
-    'post_close': 'post_close',
-}
-FIT = {
-    'before_fit': 'fit_start',
-    'before_iteration': 'iteration_start',
-    'before_epoch': 'epoch_start',
-    'after_train': 'epoch_end',
-    'epoch_checkpoint': 'epoch_checkpoint',
-    'after_iteration': 'iteration_end',
-    'iteration_checkpoint': 'iteration_checkpoint',
-    'after_fit': 'fit_end',
-}
-TRAIN = {
-    'before_draw': 'before_dataloader',
-    'after_draw': 'after_dataloader',
-    'before_batch': 'batch_start before_train_batch',
-    'before_pred': 'before_forward',
-    'after_pred': 'after_forward before_loss',
-    'after_loss': 'after_loss',
-    'before_backward': 'before_backward',
-    'after_backward': 'after_backward',
-    'before_step': 'after_train_batch',
-    'after_batch': 'batch_end',
-    'batch_checkpoint': 'batch_checkpoint',
-}
-EVAL = {
-    'before_validate': 'eval_start',
-    'before_batch': 'eval_batch_start',
-    'before_pred': 'eval_before_forward',
-    'after_pred': 'eval_after_forward',
-    'after_batch': 'eval_batch_end',
-    'after_validate': 'eval_end',
-}
-PREDICT = {
-    'before_batch': 'predict_batch_start',
-    'before_pred': 'predict_before_forward',
-    'after_pred': 'predict_after_forward',
-    'after_batch': 'predict_batch_end',
-}
-FIT_EVAL = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
-STANDALONE_EVAL = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
-
 HOOKS = (*(e.value for e in Event), 'close', 'post_close')
 # events during which `xb` and `yb` exist
 BATCH_EVENTS = frozenset(
     EVENTS[EVENTS.index('before_batch') : EVENTS.index('batch_checkpoint') + 1]
 )
-_TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, FIT_EVAL, STANDALONE_EVAL
 
 
 def composer_events(
@@ -134,8 +95,8 @@ def from_composer(
     Composer's Trainer log. Composer need not be installed; if it is imported, callbacks of its
     package receive Composer's event and time classes.
 
-    Checkpointed: the callback's `state_dict` (without one, its changed attributes if all of them are
-    plain data), the position in the epoch, and the last metric values.
+    Checkpointed: the callback's `state_dict` (without one, its attributes with plain data), the
+    position in the epoch, and the last metric values.
 
     Raises `CallbackError` for an object without hooks, and warns of attributes that cannot be saved.
 
@@ -197,7 +158,7 @@ class _FromComposer(Callback):
         self.logs = ComposerLogger(self)
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
         self.measured: dict[str, dict[str, Measured]] = {}
-        self.in_fit = self.has_fitted = self.is_split = self.has_graph = False
+        self.in_fit = self.is_split = self.has_graph = False
         # loader in Composer's state: 'train', 'eval' or 'predict'; empty during `init`
         self.loader_kind = ''
         self.last_loss: Any = None  # loss of the last microbatch
@@ -211,7 +172,6 @@ class _FromComposer(Callback):
         # counts before the last batch or the last end of an epoch
         self.previous_counts: dict[str, Any] | None = None
         self._batch_start_counts: dict[str, Any] = {}
-        self._last_end: tuple[Any, str] | None = None  # end of this or the last fit
         self._stopped_at: tuple[Any, str] | None = None  # end set by `stop_training`
         self._is_epoch_over = False  # True after training until the Learner counts the epoch
         # counts at the end of a fit that stopped within an epoch
@@ -244,7 +204,7 @@ class _FromComposer(Callback):
 
     def _has_hook_for(self, event: str) -> bool:
         "Return True if the callback has a hook for an event."
-        names = {name for table in _TABLES for name in table.get(event, '').split()}
+        names = {name for table in TABLES for name in table.get(event, '').split()}
         return bool((self._run_event_hook and names) or names & {*self._hooks})
 
     # -- events ------------------------------------------------------------------------------------
@@ -307,7 +267,7 @@ class _FromComposer(Callback):
         if hook is None:
             return
         try:
-            with self._composer_context(name):
+            with self._composer_context():
                 hook()
         except Exception as e:
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a Composer-style callback')
@@ -323,9 +283,9 @@ class _FromComposer(Callback):
         return None if hook is None else partial(hook, self.view, self.logs)
 
     @contextmanager
-    def _composer_context(self, name: str) -> Iterator[None]:
+    def _composer_context(self) -> Iterator[None]:
         "Restore the last step's gradients and Composer's module modes in a context."
-        changed = self._find_changed_modes(name)
+        changed = self._find_changed_modes()
         cleared = [(p, grad) for p, grad in self._grads if p.grad is None]
         for m in changed:
             m.training = not m.training
@@ -340,13 +300,10 @@ class _FromComposer(Callback):
             for m in changed:
                 m.training = not m.training
 
-    def _find_changed_modes(self, name: str) -> list[Any]:
-        "Return the modules whose mode at an event differs from their mode in Composer."
-        if name in ('predict_start', 'predict_end'):
-            return [m for m in self.learn.model.modules() if m.training]
-        if self.loader_kind != 'train':
-            return []
-        return [m for m in self._training_modules if not m.training]
+    def _find_changed_modes(self) -> list[Any]:
+        "Return the modules whose mode before or after an evaluation differs from their mode in Composer."
+        is_train = self.loader_kind == 'train'
+        return [m for m in self._training_modules if is_train and not m.training]
 
     # -- counting ----------------------------------------------------------------------------------
 
@@ -355,15 +312,14 @@ class _FromComposer(Callback):
         self._training_modules = []
         if not self.learn.fitting:
             return
-        self.in_fit = self.has_fitted = True
+        self.in_fit = True
         self._n_previous_epochs = self.learn.counters.epochs
-        self._last_end = self._stopped_at = self._unfinished_counts = None
+        self._stopped_at = self._unfinished_counts = None
         # a failed fit may not have reset these attributes
         self._is_epoch_over = False
         self._eval_start = 0.0
 
     def _cleanup(self) -> None:
-        self.find_end()  # stores the end: the budget is removed after the fit
         self.in_fit = False
         self.loader_kind = 'train'
         self._grads = []
@@ -448,17 +404,15 @@ class _FromComposer(Callback):
         recorder = recorder_of(self.learn)
         if learn.phase != 'predict' and recorder is not None:
             values = measured_values(learn, recorder.measured)
-            self.measured[label_of(learn.dl_name)] = {k: Measured(v) for k, v in values.items()}
+            self.measured[label_of(learn.dl_name)] = wrap_values(values)
 
     def _measure_training(self) -> None:
         "Store the Recorder's training loss and metrics of the epoch."
         recorder = recorder_of(self.learn)
         values = {} if recorder is None else recorder.epoch_metrics.values
-        self.measured['train'] = {
-            k.removeprefix('train_'): Measured(v)
-            for k, v in values.items()
-            if k.startswith('train_') and isinstance(v, (int, float))
-        }
+        self.measured['train'] = wrap_values(
+            {k.removeprefix('train_'): v for k, v in values.items() if k.startswith('train_')}
+        )
 
     def collect_counts(self) -> dict[str, Any]:
         "Return the fields of a Composer timestamp."
@@ -494,17 +448,17 @@ class _FromComposer(Callback):
         self.learn.stop()
 
     def find_end(self) -> tuple[Any, str] | None:
-        "Return value and unit of the end of training over all fits; None if unknown or not a Composer unit."
-        if not self.has_fitted:
+        "Return value and unit of the fit's end over all fits; None outside, if unknown or not of Composer."
+        if self._stopped_at is not None:
+            return self._stopped_at
+        if not self.in_fit:
             return None
         budget = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
-        if self._stopped_at is not None:
-            self._last_end = self._stopped_at
-        elif budget is not None:
-            self._last_end = budget.total_at_start + budget.total.value, budget.total.unit
-        elif self.in_fit and isinstance(self.learn.n_epoch, int):
-            self._last_end = self._n_previous_epochs + self.learn.n_epoch, 'ep'
-        return None if self._last_end is None or self._last_end[1] == 'st' else self._last_end
+        if budget is not None:
+            unit = budget.total.unit
+            return None if unit == 'st' else (budget.total_at_start + budget.total.value, unit)
+        n_epoch = self.learn.n_epoch
+        return (self._n_previous_epochs + n_epoch, 'ep') if isinstance(n_epoch, int) else None
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -541,9 +495,7 @@ class _FromComposer(Callback):
         self._n_previous_epochs = sd['epochs']
         for name, counts in sd['passes'].items():
             self.passes[name].batches, self.passes[name].samples = counts
-        self.measured = {}
-        for label, values in sd['measured'].items():
-            self.measured[label] = {k: Measured(v) for k, v in values.items()}
+        self.measured = {label: wrap_values(values) for label, values in sd['measured'].items()}
         load_state(self.wrapped, sd['callback'])
 
 

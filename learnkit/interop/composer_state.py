@@ -12,20 +12,18 @@ import torch
 from torch import nn
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
-from learnkit.core.batch import count_samples, find_bs, form_of, to_device
-from learnkit.core.errors import BatchError, did_you_mean
+from learnkit.core.batch import to_device
+from learnkit.core.errors import did_you_mean
 from learnkit.core.model import model_device, takes_batches, whole_batch
-from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback, declared
+from learnkit.engine.counters import sample_count
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
 
 
 class Precision(StrEnum):
@@ -48,6 +46,11 @@ class Measured(float):
         return torch.tensor(float(self))
 
 
+def wrap_values(values: Mapping[str, Any]) -> dict[str, Measured]:
+    "Return the numbers among values by name, with `compute()`."
+    return {k: Measured(v) for k, v in values.items() if isinstance(v, (int, float))}
+
+
 class ComposerState:
     """Composer's state, read from the Learner at each access.
 
@@ -63,7 +66,7 @@ class ComposerState:
         self,
         adapter: Any,  # callback of `from_composer` or `from_ksuit`
     ) -> None:
-        self.__dict__['_adapter'] = adapter
+        self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -74,16 +77,6 @@ class ComposerState:
             name=name,
             obj=self,
         )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in WRITABLE:
-            raise AttributeError(
-                f'`state.{name}` cannot be set: {", ".join(WRITABLE)} can. A learnkit callback sets '
-                'other attributes through `self.learn`.',
-                name=name,
-                obj=self,
-            )
-        object.__setattr__(self, name, value)
 
     @property
     def learn(self) -> Any:
@@ -120,7 +113,7 @@ class ComposerState:
 
     @property
     def max_duration(self) -> Any:
-        "End of training over all fits; None before the first fit, without an end, and for a budget of steps."
+        "End of the fit over all fits; None outside of a fit, without an end, and for a budget of steps."
         end = self._adapter.find_end()
         return None if end is None else self._make_time(*end)
 
@@ -134,7 +127,7 @@ class ComposerState:
         )
 
     def get_elapsed_duration(self) -> Any:
-        "Return the finished share of `max_duration`, in its unit; None before the first fit."
+        "Return the finished share of `max_duration`, in its unit; None outside of a fit."
         end = self.max_duration
         return None if end is None else self.timestamp.get(end.unit) / end
 
@@ -220,32 +213,9 @@ class ComposerState:
         size = self.learn.microbatch
         if size is None and not self._adapter.loader_kind:
             return None
-        return (
-            self.learn.microbatches.fitting_size if size == 'auto' else size
-        ) or self._find_batch_size()
-
-    @property
-    def grad_accum(self) -> int:
-        "Number of microbatches per batch."
-        size = self.device_train_microbatch_size
-        n = self._count_samples()
-        return -(-n // size) if size and n else 1
-
-    def _find_batch_size(self) -> int:
-        "Return the batch size of the training loader, or of the current batch if the loader has no size."
-        train = self.learn.dls.train
-        size = getattr(train, 'batch_size', None) or getattr(train, 'bs', None)
-        return size if isinstance(size, int) else self._count_samples()
-
-    def _count_samples(self) -> int:
-        "Return the number of samples of the current batch, or 0 if unknown."
-        try:
-            if self.learn.batch is None:
-                return count_samples(self.learn)
-            form = form_of(self.learn.dls, self.learn.dl_name)
-            return find_bs(*form.split(self.learn.batch), self.learn.size_func)
-        except BatchError:
-            return 0
+        if size == 'auto':
+            size = self.learn.microbatches.fitting_size
+        return size or batch_size_of(self.learn.dls.train) or sample_count(self.learn)
 
     # -- parts of the Learner ----------------------------------------------------------------------
 
@@ -452,46 +422,6 @@ class ComposerState:
         "Load the model's weights from a Composer checkpoint."
         self.model.load_state_dict(state_dict['model'], strict)
 
-    def load_state_dict(
-        self,
-        state: Mapping[str, Any],  # `state` of a Composer checkpoint
-        logger: Any = None,  # unused
-        strict: bool = False,  # whether all names must match
-        **_: Any,  # options of Composer for algorithms
-    ) -> None:
-        """Load weights, optimizers, callbacks' states and counts, without the position in the epoch.
-
-        Optimizers are loaded only if they exist, that is, after the first fit has started.
-        """
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-        self.load_model_state(state, logger, strict)
-        for opt in self.optimizers:
-            own = state.get('optimizers', {}).get(type(opt).__qualname__)
-            if own is not None:
-                set_optimizer_state_dict(self.model, opt, own)
-        for cb in self.callbacks:
-            own = state.get('callbacks', {}).get(type(cb).__qualname__)
-            if own and hasattr(cb, 'load_state_dict'):
-                cb.load_state_dict(own)
-        counts = state.get('timestamp', {}).get('Timestamp')
-        if counts:
-            self._load_counts(counts)
-
-    def _load_counts(self, counts: Mapping[str, Any]) -> None:
-        "Set the Learner's counters; warn if the checkpoint was taken within an epoch."
-        counters = self.learn.counters
-        counters.epochs = counts['epoch']
-        counters.batches = counts['batch']
-        counters.samples = counts['sample']
-        counters.tokens = counts['token']
-        counters.iterations = counts.get('iteration', 0)
-        if counts['batch_in_epoch']:
-            warn_user(
-                f'The checkpoint was taken after batch {counts["batch_in_epoch"]} of an epoch. The '
-                'fit begins with a whole epoch: to resume at a batch, use `Checkpoint`.'
-            )
-
 
 def _states_by_class(cbs: list[Any]) -> dict[str, Any]:
     return {type(cb).__qualname__: cb.state_dict() for cb in cbs if hasattr(cb, 'state_dict')}
@@ -551,10 +481,10 @@ class ComposerLogger:
     """Composer's logger: pass metrics to `learn.log`, and other content to callbacks that accept it.
 
     Metrics are averaged over the epoch and become columns of the history. Hyperparameters, images,
-    and tables and traces (as text) are passed to learnkit's loggers, and to each callback with such
+    and tables (as text) are passed to learnkit's loggers, and to each callback with such
     a method (`log_params(params)`, `log_text(step, name, text)`, `log_images(step, name, images)`).
-    Files are passed to callbacks with `log_file(name, path)`. Composer's logger destinations, added
-    with `from_composer`, receive everything at the same step as in Composer.
+    Composer's logger destinations, added with `from_composer`, receive these and files, at the same
+    step as in Composer.
     """
 
     def __init__(
@@ -575,10 +505,6 @@ class ComposerLogger:
 
     def _find_step(self, step: int | None) -> int:
         return self._adapter.collect_counts()['batch'] if step is None else step
-
-    def _find_methods(self, method: str) -> list[Any]:
-        "Return the methods of this name that the Learner's callbacks define."
-        return [getattr(cb, method) for cb in self._adapter.learn.cbs if hasattr(type(cb), method)]
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         "Log numbers by name."
@@ -602,17 +528,8 @@ class ComposerLogger:
         lines = []
         for cells in [columns, ['---'] * len(columns), *rows]:
             lines.append(f'| {" | ".join(map(str, cells))} |')
-        self._log_text(name, '\n'.join(lines))
+        send_to_loggers(self._adapter.learn, 'log_text', name, '\n'.join(lines))
         self._send('log_table', columns, rows, name, self._find_step(step))
-
-    def log_traces(self, traces: dict[str, Any]) -> None:
-        "Log traces as text."
-        for name, value in traces.items():
-            self._log_text(name, str(value))
-        self._send('log_traces', traces)
-
-    def _log_text(self, name: str, text: str) -> None:
-        send_to_loggers(self._adapter.learn, 'log_text', name, text)
 
     def log_images(
         self,
@@ -620,21 +537,10 @@ class ComposerLogger:
         name: str = 'Images',
         channels_last: bool = False,
         step: int | None = None,
-        masks: Any = None,
-        mask_class_labels: Any = None,
-        use_table: bool = True,
+        **options: Any,  # masks and other options of the destinations
     ) -> None:
         "Log images; learnkit's loggers receive images with channels first."
-        self._send(
-            'log_images',
-            images,
-            name,
-            channels_last,
-            self._find_step(step),
-            masks,
-            mask_class_labels,
-            use_table,
-        )
+        self._send('log_images', images, name, channels_last, self._find_step(step), **options)
         if channels_last:
             images = torch.as_tensor(images).movedim(-1, -3)
         send_to_loggers(self._adapter.learn, 'log_images', name, images)
@@ -642,9 +548,7 @@ class ComposerLogger:
     def upload_file(
         self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
     ) -> None:
-        "Pass a file to the callbacks and destinations that store files."
-        for log in self._find_methods('log_file'):
-            log(remote_file_name, file_path)
+        "Pass a file to the destinations."
         state = self._adapter.view
         name, path = (
             text.replace('{run_name}', state.run_name)
@@ -654,6 +558,5 @@ class ComposerLogger:
             destination.upload_file(state, name, Path(path), overwrite=overwrite)
 
     def has_file_upload_destination(self) -> bool:
-        "Return True if a callback or destination stores files."
-        can_upload = [destination.can_upload_files() for destination in self.destinations]
-        return bool(self._find_methods('log_file')) or any(can_upload)
+        "Return True if a destination stores files."
+        return any(destination.can_upload_files() for destination in self.destinations)

@@ -15,56 +15,64 @@ from learnkit.core.time import Time
 from learnkit.engine.callback_state import DataKind, data_kinds
 from learnkit.interop.hooks import is_of
 
+# Composer events by learnkit event: in every phase, then in the phase that each table is named after
+ALWAYS = {
+    'after_create': 'init',
+    'before_load': 'before_load',
+    'after_load': 'after_load',
+    'before_predict': 'predict_start',
+    'after_predict': 'predict_end',
+    'close': 'close',
+    'post_close': 'post_close',
+}
+FIT = {
+    'before_fit': 'fit_start',
+    'before_iteration': 'iteration_start',
+    'before_epoch': 'epoch_start',
+    'after_train': 'epoch_end',
+    'epoch_checkpoint': 'epoch_checkpoint',
+    'after_iteration': 'iteration_end',
+    'iteration_checkpoint': 'iteration_checkpoint',
+    'after_fit': 'fit_end',
+}
+TRAIN = {
+    'before_draw': 'before_dataloader',
+    'after_draw': 'after_dataloader',
+    'before_batch': 'batch_start before_train_batch',
+    'before_pred': 'before_forward',
+    'after_pred': 'after_forward before_loss',
+    'after_loss': 'after_loss',
+    'before_backward': 'before_backward',
+    'after_backward': 'after_backward',
+    'before_step': 'after_train_batch',
+    'after_batch': 'batch_end',
+    'batch_checkpoint': 'batch_checkpoint',
+}
+EVAL = {
+    'before_validate': 'eval_start',
+    'before_batch': 'eval_batch_start',
+    'before_pred': 'eval_before_forward',
+    'after_pred': 'eval_after_forward',
+    'after_batch': 'eval_batch_end',
+    'after_validate': 'eval_end',
+}
+PREDICT = {
+    'before_batch': 'predict_batch_start',
+    'before_pred': 'predict_before_forward',
+    'after_pred': 'predict_after_forward',
+    'after_batch': 'predict_batch_end',
+}
+FIT_EVAL = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
+STANDALONE_EVAL = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
+TABLES = (ALWAYS, FIT, TRAIN, EVAL, PREDICT, FIT_EVAL, STANDALONE_EVAL)
 
-class Event(StrEnum):
-    """Events of Composer's loop, with Composer's names.
 
-    An event equals its value in lower or upper case, and the event of the same name in Composer's `Event`.
+class _EventName(StrEnum):
+    """Event of Composer's loop: it equals its value in lower or upper case, and Composer's `Event` of the same name.
 
     >>> Event.FIT_START == 'fit_start', Event.FIT_START == 'FIT_START', Event.FIT_START.name, Event.FIT_START.value
     (True, True, 'FIT_START', 'fit_start')
     """
-
-    INIT = 'init'
-    BEFORE_LOAD = 'before_load'
-    AFTER_LOAD = 'after_load'
-    FIT_START = 'fit_start'
-    ITERATION_START = 'iteration_start'
-    EPOCH_START = 'epoch_start'
-    BEFORE_DATALOADER = 'before_dataloader'
-    AFTER_DATALOADER = 'after_dataloader'
-    BATCH_START = 'batch_start'
-    BEFORE_TRAIN_BATCH = 'before_train_batch'
-    BEFORE_FORWARD = 'before_forward'
-    AFTER_FORWARD = 'after_forward'
-    BEFORE_LOSS = 'before_loss'
-    AFTER_LOSS = 'after_loss'
-    BEFORE_BACKWARD = 'before_backward'
-    AFTER_BACKWARD = 'after_backward'
-    AFTER_TRAIN_BATCH = 'after_train_batch'
-    BATCH_END = 'batch_end'
-    BATCH_CHECKPOINT = 'batch_checkpoint'
-    EPOCH_END = 'epoch_end'
-    EPOCH_CHECKPOINT = 'epoch_checkpoint'
-    ITERATION_END = 'iteration_end'
-    ITERATION_CHECKPOINT = 'iteration_checkpoint'
-    FIT_END = 'fit_end'
-    EVAL_BEFORE_ALL = 'eval_before_all'
-    EVAL_START = 'eval_start'
-    EVAL_BATCH_START = 'eval_batch_start'
-    EVAL_BEFORE_FORWARD = 'eval_before_forward'
-    EVAL_AFTER_FORWARD = 'eval_after_forward'
-    EVAL_BATCH_END = 'eval_batch_end'
-    EVAL_END = 'eval_end'
-    EVAL_AFTER_ALL = 'eval_after_all'
-    EVAL_STANDALONE_START = 'eval_standalone_start'
-    EVAL_STANDALONE_END = 'eval_standalone_end'
-    PREDICT_START = 'predict_start'
-    PREDICT_BATCH_START = 'predict_batch_start'
-    PREDICT_BEFORE_FORWARD = 'predict_before_forward'
-    PREDICT_AFTER_FORWARD = 'predict_after_forward'
-    PREDICT_BATCH_END = 'predict_batch_end'
-    PREDICT_END = 'predict_end'
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):
@@ -75,8 +83,14 @@ class Event(StrEnum):
         return str.__hash__(self)
 
     @classmethod
-    def _missing_(cls, value: object) -> Event | None:
+    def _missing_(cls, value: object) -> Any:
         return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+
+_NAMES = [name for table in TABLES for names in table.values() for name in names.split()]
+Event: Any = _EventName(  # type: ignore[call-arg]  # mypy knows no members of a base
+    'Event', {name.upper(): name for name in _NAMES if name not in ('close', 'post_close')}
+)
 
 
 class TimeUnit(StrEnum):
@@ -116,21 +130,13 @@ class ComposerTime:
         time = Time(text)
         return cls(time.value, time.unit)
 
-    def _parse(self, other: Any) -> ComposerTime:
-        "Convert a time, a string, or a number of this unit to a `ComposerTime`."
-        if isinstance(other, (int, float)):
-            return ComposerTime(other, self.unit)
-        if isinstance(other, str):
-            other = Time(other)
-        if not hasattr(other, 'unit'):
-            raise TimeError(f'{other!r} is not a time: it cannot be combined with {self}.')
-        return ComposerTime(other.value, other.unit)
-
     def _value_of(self, other: Any) -> int | float:
         "Return the value of a time, a string or a number in this unit; raise `TimeError` for another unit."
-        other = self._parse(other)
-        if other.unit is self.unit:
-            return other.value
+        if isinstance(other, (int, float)):
+            return other
+        time = Time(other) if isinstance(other, str) else other
+        if getattr(time.unit, 'value', time.unit) == self.unit.value:
+            return time.value
         raise TimeError(
             f'{self} and {other} have different units: they cannot be compared or combined.'
         )
@@ -149,9 +155,6 @@ class ComposerTime:
     def __int__(self) -> int:
         return int(self.value)
 
-    def __float__(self) -> float:
-        return float(self.value)
-
     def __bool__(self) -> bool:
         return bool(self.value)
 
@@ -161,13 +164,8 @@ class ComposerTime:
     def __sub__(self, other: Any) -> ComposerTime:
         return self._new(self.value - self._value_of(other))
 
-    def __rsub__(self, other: Any) -> ComposerTime:
-        return self._new(self._value_of(other) - self.value)
-
     def __mod__(self, other: Any) -> ComposerTime:
         return self._new(self.value % self._value_of(other))
-
-    __radd__ = __add__
 
     def __truediv__(self, other: Any) -> ComposerTime:
         if isinstance(other, (int, float)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 from learnkit.core.errors import CallbackError, OptionError
+from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.engine.callback_state import (
     collect_attributes,
@@ -21,7 +21,7 @@ from learnkit.loggers import Logger, log_images, log_params, log_text
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# key of a callback's attributes in its state, if its `state_dict` returned None
+# key of a callback's attributes in its state, without a `state_dict` or if it returned None
 ATTRIBUTES_KEY = '__attributes__'
 
 
@@ -67,46 +67,33 @@ def check_style(
 
 
 def state_of(cb: Any) -> Any:
-    """Return the state of a callback of another library: its `state_dict`, or else its changed attributes.
+    """Return the state of a callback of another library: its `state_dict`, or else its attributes with plain data.
 
-    The attributes are also saved if `state_dict` returns None, as in a base class without state. If one of
-    them is not plain data, a warning is issued and none is saved.
+    The attributes are also saved if `state_dict` returns None, as in a base class without state. Warns of
+    changed attributes that are not plain data.
     """
     get_state = _find_state_method(cb, 'state_dict')
-    if get_state is None:
-        return _collect_attributes(cb)
-    state = get_state()
-    return {ATTRIBUTES_KEY: _collect_attributes(cb)} if state is None else _encode_state(state)
+    state = None if get_state is None else get_state()
+    if state is not None:
+        return _encode_state(state)
+    for name, kind in replaced_attributes(cb).items():
+        warn_user(
+            f'{type(cb).__name__} has set `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
+            '`load_state_dict`.'
+        )
+    return {ATTRIBUTES_KEY: collect_attributes(cb) or {}}
 
 
 def load_state(
     cb: Any,
     sd: Any,  # result of `state_of`
 ) -> None:
-    "Load the result of `state_of` into a callback; warn if attributes could not be saved."
+    "Load the result of `state_of` into a callback."
     set_state = _find_state_method(cb, 'load_state_dict')
     if isinstance(sd, Mapping) and ATTRIBUTES_KEY in sd:
-        _load_attributes(cb, sd[ATTRIBUTES_KEY])
-    elif set_state is None:
-        _load_attributes(cb, sd)
-    else:
-        state = decode(sd, cb)
-        if state is not None:
-            set_state(state)
-
-
-def _collect_attributes(cb: Any) -> dict[str, Any]:
-    lost = replaced_attributes(cb)
-    if lost:
-        _warn_of_lost(cb, lost, 'Its state is not saved')
-    return {'attributes': None if lost else collect_attributes(cb), 'lost': lost}
-
-
-def _load_attributes(cb: Any, sd: Any) -> None:
-    if sd['lost']:
-        _warn_of_lost(cb, sd['lost'], 'It starts as new')
-    else:
-        put_attributes(cb, sd['attributes'] or {})
+        put_attributes(cb, sd[ATTRIBUTES_KEY])
+    elif set_state is not None:
+        set_state(decode(sd, cb))
 
 
 def _encode_state(state: Any) -> Any:
@@ -115,15 +102,6 @@ def _encode_state(state: Any) -> Any:
         return encode(state)
     except (OptionError, RecursionError, TypeError, ValueError):
         return state
-
-
-def _warn_of_lost(cb: Any, lost: Mapping[str, str], consequence: str) -> None:
-    names = ', '.join(f'`{name}` ({kind})' for name, kind in lost.items())
-    warn(
-        f'No checkpoint holds {names} of {type(cb).__name__}. {consequence}, with all its other '
-        'attributes: give it `state_dict` and `load_state_dict`.',
-        stacklevel=4,
-    )
 
 
 def _find_state_method(cb: Any, name: str) -> Any:

@@ -171,23 +171,15 @@ def _find_results(learn: Learner) -> dict[str, Any]:
 
 
 def _describe_settings(learn: Learner) -> dict[str, Any]:
-    "Return the configuration without callbacks' options; rates and momentum are marked 'at the end'."
-    settings = {}
-    for name, value in configuration(learn).items():
-        if name.startswith('callback/'):
-            continue
-        is_scheduled = name.partition('/')[0] in ('lr', 'mom')
-        settings[f'{name} at the end' if is_scheduled else name] = value
-    return settings
+    "Return the configuration without callbacks' options; rates and momenta are those of the last step."
+    settings = configuration(learn)
+    return {name: value for name, value in settings.items() if not name.startswith('callback/')}
 
 
 def _format_table(head: str, rows: Mapping[str, Any]) -> str:
-    "Return a Markdown table with escaped names and values."
+    "Return a Markdown table."
     lines = [f'| {head} | value |', '|---|---|']
-    lines += [f'| {_escape(name)} | {_escape(value)} |' for name, value in rows.items()]
+    for name, value in rows.items():
+        text = f'{value:.6g}' if isinstance(value, float) else value
+        lines.append(f'| {name} | `{text}` |')
     return '\n'.join(lines)
-
-
-def _escape(value: Any) -> str:
-    value = f'{value:.6g}' if isinstance(value, float) else value
-    return ' '.join(str(value).split()).replace('|', '\\|').replace('<', '&lt;')

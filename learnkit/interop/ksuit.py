@@ -49,48 +49,29 @@ from learnkit.interop.ksuit_views import (
     UpdateCounter,
 )
 
-EVENTS = (
-    'before_training',
-    'after_training',
-    'before_epoch',
-    'before_every_update',
-    'before_every_accumulation_step',
-    'before_every_backward',
-    'track_after_accumulation_step',
-    'before_every_optim_step',
-    'track_after_update_step',
-    'after_update',
-    'after_epoch',
+EVENTS: tuple[str, ...] = tuple(
+    'before_training after_training before_epoch before_every_update before_every_accumulation_step '
+    'before_every_backward track_after_accumulation_step before_every_optim_step '
+    'track_after_update_step after_update after_epoch'.split()
 )
 PERIODIC = ('periodic_callback', '_periodic_callback')
-PASS_HOOKS = ('process_data', 'process_results')
 STOP_HOOKS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
-TEMPLATES = {
-    f'_{name}': name
-    for name in (
-        'before_training',
-        'after_training',
-        'track_after_accumulation_step',
-        'track_after_update_step',
-    )
-}
+PASS_HOOKS = ('process_data', 'process_results')
+WRAPPED = 'before_training after_training track_after_accumulation_step track_after_update_step'
+TEMPLATES = {f'_{name}': name for name in WRAPPED.split()}
 HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS_HOOKS, 'at_eval', *STOP_HOOKS)
 COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
 HOOK_ARGUMENTS = {
-    'before_every_accumulation_step': ['batch'],
-    'track_after_update_step': ['times'],
-    'track_after_accumulation_step': [
-        'batch',
-        'losses',
-        'update_outputs',
-        'accumulation_steps',
-        'accumulation_step',
-    ],
-    'after_update': ['times', 'data_iter'],
-    'after_epoch': ['data_iter'],
-    'at_eval': ['data_iter'],
-    'periodic_callback': ['interval_type', 'data_iter'],
-    'process_results': ['interval_type', 'data_iter'],
+    'before_every_accumulation_step': 'batch',
+    'track_after_update_step': 'times',
+    'track_after_accumulation_step': (
+        'batch losses update_outputs accumulation_steps accumulation_step'
+    ),
+    'after_update': 'times data_iter',
+    'after_epoch': 'data_iter',
+    'at_eval': 'data_iter',
+    'periodic_callback': 'interval_type data_iter',
+    'process_results': 'interval_type data_iter',
 }
 # methods of ksuit's base classes that call the periodic hook
 DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
@@ -104,7 +85,7 @@ MICROBATCH_EVENTS = {
 }
 # attribute of a ksuit callback with the names of the attributes that the adapter has set
 SET_ATTRIBUTES = '_given_by_learnkit'
-SHARED = ('writer', 'tracker')  # services that all ksuit callbacks of a Learner share
+SHARED = ('writer', 'log_writer', 'tracker')  # services that all ksuit callbacks of a Learner share
 INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': 'every_n_samples'}
 
 
@@ -131,7 +112,7 @@ def from_ksuit(
     over all fits.
 
     The attributes `trainer`, `model`, `data_container`, `tracker`, `writer`, `checkpoint_writer`,
-    `path_provider`, `metric_property_provider`, `update_counter` and `logger` of the object are set if
+    `path_provider`, `metric_property_provider`, `update_counter`, `logger` of the object are set if
     missing or None. For an object with `process_data(batch, trainer_model=)` and
     `process_results(results, ...)`, the first method is called with each batch of the loader named
     by its `dataset_key`, and the second one with the concatenated results. `EarlyStopIteration`, and
@@ -182,12 +163,14 @@ class _FromKsuit(Callback):
         self._cls: type = cb if isinstance(cb, type) else type(cb)
         self.wrapped: Any = None  # the ksuit callback; None until it is constructed
         self._is_constructed = isinstance(cb, type)
+        writer = LogWriter(self)
         self.services: dict[str, Any] = {
             'update_counter': UpdateCounter(self),
             'trainer': Trainer(self),
             'data_container': DataContainer(self),
             'tracker': Tracker(self),
-            'writer': LogWriter(self),
+            'writer': writer,
+            'log_writer': writer,
             'checkpoint_writer': CheckpointWriter(self),
             'path_provider': Paths(self),
             'metric_property_provider': MetricPropertyProvider(),
@@ -208,7 +191,6 @@ class _FromKsuit(Callback):
         # parts of the microbatch's loss, recorded between `after_pred` and `after_loss`
         self._loss_parts: dict[str, Any] = {}
         self._is_recording_parts = False
-        self._writer_class: Any = None  # ksuit class whose attribute holds the writer of this run
         self._times: defaultdict[str, float] = defaultdict(
             float
         )  # seconds of each part of an update
@@ -266,12 +248,10 @@ class _FromKsuit(Callback):
     def _construct(self) -> None:
         self._share_services()
         model = model_view(self.learn.model, self)
-        services = {**self.services, 'model': model, 'log_writer': self.services['writer']}
-        del services['logger']
+        services = {**self.services, 'model': model}
         cb = construct(self._cls, services, self._config)
-        given = {**services, 'logger': self.services['logger']}
-        own = vars(cb) if hasattr(cb, '__dict__') else {}
-        own[SET_ATTRIBUTES] = {name for name, value in given.items() if own.get(name) is value}
+        own = vars(cb)
+        own[SET_ATTRIBUTES] = {name for name, value in services.items() if own.get(name) is value}
         self._wrap(cb)
 
     @property
@@ -402,9 +382,6 @@ class _FromKsuit(Callback):
     def cleanup(self) -> None:
         self.services['writer'].flush()
         self._times.clear()
-        if self._writer_class is not None:
-            self._writer_class.log_writer_singleton = None
-        self._writer_class = None
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Record a value that another callback logs, or a part of the loss."
@@ -428,17 +405,8 @@ class _FromKsuit(Callback):
                 with self._evaluation_mode():
                     self._run_interval()
         for kind in ('epoch',) if hook == 'after_epoch' else ('update', 'sample'):
-            if f'should_stop_after_{kind}' in self._hooks:
-                self._ask_to_stop(f'should_stop_after_{kind}')
-
-    def _ask_to_stop(self, name: str) -> None:
-        "End the fit if a hook `should_stop_after_...` returns True."
-        should_stop = self._hooks[name]
-        options = {}
-        if 'effective_batch_size' in parameters_of(should_stop):
-            options['effective_batch_size'] = self.effective_batch_size
-        if should_stop(self.progress(), **options):
-            self.learn.stop()
+            if self._call_hook(f'should_stop_after_{kind}', self.progress()):
+                self.learn.stop()
 
     def _run_interval(self) -> None:
         "Call the periodic hook, or process the batches of a loader."
@@ -457,15 +425,15 @@ class _FromKsuit(Callback):
         with preserved_generators(dl):
             yield from (to_device(batch, device) for batch in dl)
 
-    def _call_hook(self, name: str, *args: Any) -> None:
+    def _call_hook(self, name: str, *args: Any) -> Any:
         "Call a hook with the arguments that it accepts; an exception named `EarlyStopIteration` ends the fit."
         f = self._hooks.get(name)
         if f is None:
-            return
+            return None
         values = {key: self._get_argument(key) for key in self._argument_names[name]}
         try:
             with torch.no_grad():
-                f(*args, **values)
+                return f(*args, **values)
         except Exception as e:
             if type(e).__name__ == 'EarlyStopIteration':
                 return self.learn.stop()
@@ -478,7 +446,7 @@ class _FromKsuit(Callback):
         A hook with `**kwargs` passes them on to an inner hook, such as `_before_training`, whose
         arguments are included.
         """
-        names = [*COMMON, *HOOK_ARGUMENTS.get(name, ())]
+        names = [*COMMON, *HOOK_ARGUMENTS.get(name, '').split()]
         inner = self._inner_hooks.get(name, f)
         if takes_any(f) and takes_any(inner):
             return names
@@ -522,12 +490,8 @@ class _FromKsuit(Callback):
     def _set_attributes(self) -> None:
         "Set missing attributes of the callback, and replace attributes that were set for another Learner."
         self._share_services()
-        owners = [c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)]
-        if owners:
-            self._writer_class = owners[0]
-            self._writer_class.log_writer_singleton = self.services['writer']
         # names of the attributes that this function has set, and may replace
-        set_names = getattr(self.wrapped, '__dict__', {}).setdefault(SET_ATTRIBUTES, set())
+        set_names = vars(self.wrapped).setdefault(SET_ATTRIBUTES, set())
         model = self.learn.model
         if self._is_constructed:
             model = model_view(model, self)

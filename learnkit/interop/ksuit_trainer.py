@@ -16,8 +16,10 @@ from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import LossError
 from learnkit.core.model import model_device
 from learnkit.interop.composer_state import ComposerState
-from learnkit.interop.ksuit_construct import extend
-from learnkit.interop.ksuit_views import Progress, UpdateCounter
+from learnkit.interop.ksuit_construct import Options, extend
+
+# attributes of the trainer that the update counter has
+OF_COUNTER = ('start_checkpoint', 'end_checkpoint', 'updates_per_epoch', 'effective_batch_size')
 
 
 @dataclass(frozen=True)
@@ -29,28 +31,11 @@ class TrainerResult:
     additional_outputs: dict[str, Any] | None = None  # outputs of the model by name
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
-    "Trainer options that callbacks read; None if unknown or not set."
-
-    effective_batch_size: int
-    max_epochs: int | None
-    max_updates: int | None
-    max_samples: int | None
-    max_batch_size: int | None  # number of samples of a microbatch
-    disable_gradient_accumulation: bool
-    precision: str
-    skip_nan_loss: bool
-    callbacks: list[Any]
-
-
-def _make_service_property(name: str) -> property:
-    "Return a property of a view that is a service of the adapter, such as its writer."
-    return property(lambda view: view._adapter.services[name])
-
-
 class Trainer:
-    "View of the Learner as ksuit's trainer; attributes that are not defined here are read from the Learner."
+    """View of the Learner as ksuit's trainer, with the services that callbacks receive.
+
+    Attributes that are not defined here are read from the services, the update counter or the Learner.
+    """
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
@@ -58,24 +43,26 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
             raise AttributeError(name)
-        return getattr(self._adapter.learn, name)
+        services = self._adapter.services
+        if name in services:
+            return services[name]
+        owner = services['update_counter'] if name in OF_COUNTER else self._adapter.learn
+        return getattr(owner, name)
 
     @property
-    def config(self) -> TrainerConfig:
+    def config(self) -> Options:
+        "Options of the trainer; None if unknown or not set."
         learn = self._adapter.learn
         end = self.end_checkpoint
-        size = learn.microbatch if isinstance(learn.microbatch, int) else None
         guards = [cb for cb in learn.cbs if isinstance(cb, GuardNonFinite)]
-        return TrainerConfig(
+        return Options(
             effective_batch_size=self.effective_batch_size,
             max_epochs=end.epoch,
             max_updates=end.update,
             max_samples=end.sample,
-            max_batch_size=size,
-            disable_gradient_accumulation=not learn.microbatch,
+            max_batch_size=learn.microbatch if isinstance(learn.microbatch, int) else None,
             precision=self.precision,
             skip_nan_loss=any(cb.policy == 'skip' for cb in guards),
-            callbacks=self.callbacks,
         )
 
     @property
@@ -83,35 +70,8 @@ class Trainer:
         return model_device(self._adapter.learn.model, self._adapter.learn.dls)
 
     @property
-    def update_counter(self) -> UpdateCounter:
-        return self._adapter.services['update_counter']
-
-    @property
-    def start_checkpoint(self) -> Progress:
-        return self.update_counter.start_iteration
-
-    @property
-    def end_checkpoint(self) -> Progress:
-        return self.update_counter.end_iteration
-
-    @property
     def total_training_updates(self) -> int | None:
         return self.end_checkpoint.update
-
-    @property
-    def effective_batch_size(self) -> int:
-        return self._adapter.effective_batch_size
-
-    @property
-    def updates_per_epoch(self) -> int | None:
-        return self._adapter.updates_per_epoch()
-
-    data_container = _make_service_property('data_container')
-    path_provider = _make_service_property('path_provider')
-    metric_property_provider = _make_service_property('metric_property_provider')
-    tracker = _make_service_property('tracker')
-    log_writer = _make_service_property('writer')
-    checkpoint_writer = _make_service_property('checkpoint_writer')
 
     @property
     def callbacks(self) -> list[Any]:

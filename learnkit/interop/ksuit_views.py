@@ -21,21 +21,12 @@ from learnkit.interop.composer_state import log_as_named
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
-from learnkit.monitors.dataset import n_samples
 
 # names of metrics without a better direction
 NEUTRAL_KEYS = (
-    'profiler/*',
-    'profiling/*',
-    'optim/*',
-    '*/lr/*',
-    'ctx/*',
-    'loss_weight/*',
-    'gradient/*',
-    'detach/*',
-    'lossdiff/*',
-    'train_time/*',
-)
+    'profiler/* profiling/* optim/* */lr/* ctx/* loss_weight/* gradient/* detach/* lossdiff/* '
+    'train_time/*'
+).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +148,9 @@ class LogWriter:
             # other callbacks may have recorded values earlier in the update
             self.log_cache |= dict(self._adapter.progress())
         self._update_names.add(key)
-        if isinstance(value, np.generic):
+        if isinstance(value, (np.generic, Tensor)):
             value = value.item()
         log_as_named(self._adapter.learn, key, value)
-        if isinstance(value, Tensor):
-            value = value.item()
         self.record({key: value})
         if logger is not None:
             logger.info('%s: %s', key, f'{value:{format_str}}' if format_str else value)
@@ -208,9 +197,6 @@ class LogWriter:
         self.log_cache = dict(sd['cache'])
         self.log_entries = [dict(entry) for entry in sd['entries']]
         self._update_names = set(sd['written'])
-
-    def finish(self) -> None:
-        "Do nothing: the Learner's loggers close themselves."
 
 
 class Tracker:
@@ -313,25 +299,25 @@ class CheckpointWriter:
         save_latest_weights: bool = False,
         save_latest_optim: bool = False,
         model_info: str | None = None,
-        checkpoint: Any = None,  # ksuit's name of `checkpoint_tag`
         **unused: Any,  # names of submodels; all submodels are saved
     ) -> None:
         "Save the weights of `model`, the Learner's optimizer, and the state of `trainer`."
-        tag = checkpoint if checkpoint_tag is None else checkpoint_tag
-        if tag is None:
-            tag = self._adapter.progress()
+        tag = self._adapter.progress() if checkpoint_tag is None else checkpoint_tag
         name = getattr(model, 'name', type(model).__name__)
         folder = self.path_provider.checkpoint_path
-        weight_choices = ((tag, save_weights), ('latest', save_latest_weights))
-        optim_choices = ((tag, save_optim), ('latest', save_latest_optim))
-        weight_tags = [t for t, is_saved in weight_choices if is_saved]
-        optim_tags = [t for t, is_saved in optim_choices if is_saved]
-        for t in weight_tags:
-            self.save_model_checkpoint(model.state_dict(), t, name, model_info)
         opt = self._adapter.learn.opt
-        states = [(t, 'optim', opt.state_dict()) for t in optim_tags if opt is not None]
-        if trainer is not None:
-            states += [(t, 'trainer', trainer.state_dict()) for t in {*weight_tags, *optim_tags}]
+        choices = (
+            (tag, save_weights, save_optim),
+            ('latest', save_latest_weights, save_latest_optim),
+        )
+        states = []
+        for t, with_weights, with_optim in choices:
+            if with_weights:
+                self.save_model_checkpoint(model.state_dict(), t, name, model_info)
+            if with_optim and opt is not None:
+                states.append((t, 'optim', opt.state_dict()))
+            if trainer is not None and (with_weights or with_optim):
+                states.append((t, 'trainer', trainer.state_dict()))
         for t, kind, state in states:
             with atomic_write(folder / f'{name}_cp={t}_{kind}.th') as tmp:
                 torch.save(state, tmp)
@@ -364,38 +350,13 @@ class DataContainer:
         )
 
     def get_dataset(self, key: str | None = None, **unused: Any) -> Any:
-        "Return the data set of a loader, or `Samples` for a loader without a data set."
+        "Return the data set of a loader, or the loader if it has none."
         return data_set_of(self.loader(key))
 
 
-class Samples:
-    "Iterate over and count the samples of a loader without a data set; other attributes are read from the loader."
-
-    pipeline = None
-
-    def __init__(self, dl: Any) -> None:
-        self._dl = dl
-
-    def __len__(self) -> int:
-        n = n_samples(self._dl)
-        if n is None:
-            raise TypeError(f'The number of samples of a {type(self._dl).__name__} is unknown.')
-        return n
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._dl)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith('__'):
-            raise AttributeError(name)
-        return getattr(self._dl, name)
-
-
 def data_set_of(dl: Any) -> Any:
-    "Return the data set of a loader; its `pipeline` defaults to the loader's `collate_fn`."
-    data_set = getattr(dl, 'dataset', None)
-    if data_set is None:
-        return Samples(dl)
+    "Return the data set of a loader, or the loader without one; `pipeline` defaults to its `collate_fn`."
+    data_set = getattr(dl, 'dataset', dl)
     if hasattr(data_set, 'pipeline') or not hasattr(data_set, '__dict__'):
         return data_set
     return extend(data_set, {'pipeline': lambda _: getattr(dl, 'collate_fn', None)})

@@ -31,10 +31,9 @@ class ActivationStats(HookCallback):
     `plot_layer_stats`, `color_dim` and `plot_hist` draw them. Statistics are computed on the
     device, in float32 (float64 for float64), and copied to the host without waiting.
 
-    A batch is measured as a whole, also if it passes through a layer in microbatches
-    (`Learner(microbatch=n)`) or several times (a shared layer). Of several outputs (an LSTM) the
-    first one is measured. With `is_forward=False` the gradients of the outputs are measured. A new
-    fit discards earlier statistics.
+    Of several calls of a layer in a batch (microbatches, a shared layer) the last one is measured, and
+    of several outputs (an LSTM) the first one. With `is_forward=False` the gradients of the outputs
+    are measured. A new fit discards earlier statistics.
 
     Checkpointed: everything recorded.
 
@@ -59,8 +58,8 @@ class ActivationStats(HookCallback):
         self.with_hist = with_hist
         self._at: list[int] = []  # index in the fit of each measured batch
         self._rows: list[Tensor] = []  # statistics of each measured batch, [layers, 3 + bins]
-        # statistics of each call in the current batch, by layer
-        self._calls: dict[int, list[Tensor]] = {}
+        # statistics of the last call in the current batch, by layer
+        self._calls: dict[int, Tensor] = {}
 
     # -- recording ---------------------------------------------------------------------------------
 
@@ -88,8 +87,7 @@ class ActivationStats(HookCallback):
             return
         outputs = [t for t in tensors_in(out) if t.numel()]
         if outputs:
-            calls = self._calls.setdefault(self._layer_indices[id(m)], [])
-            calls.append(_measure(outputs[0], self.with_hist))
+            self._calls[self._layer_indices[id(m)]] = _measure(outputs[0], self.with_hist)
 
     @override
     def after_batch(self) -> None:
@@ -103,10 +101,9 @@ class ActivationStats(HookCallback):
 
     def _join_calls(self) -> Tensor:
         "Return the statistics of this batch, copied to the host without waiting; NaN for layers not called."
-        first = next(iter(self._calls.values()))[0]
-        no_call = torch.full((len(first) - 1,), torch.nan, dtype=first.dtype, device=first.device)
-        layers = range(len(self.modules))
-        rows = [_join(self._calls[i]).to(first) if i in self._calls else no_call for i in layers]
+        first = next(iter(self._calls.values()))
+        no_call = torch.full_like(first, torch.nan)
+        rows = [self._calls.get(i, no_call).to(first) for i in range(len(self.modules))]
         return torch.stack(rows).to('cpu', non_blocking=True)
 
     @override
@@ -131,14 +128,15 @@ class ActivationStats(HookCallback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
         self.layer_names = list(sd['layers'])
-        table = sd.get('table')  # absent in older checkpoints
-        self._rows = [] if table is None else list(table)
-        self._at = list(sd['at'])[: len(self._rows)]
+        self._rows = [] if sd['table'] is None else list(sd['table'])
+        self._at = list(sd['at'])
 
     # -- reading -----------------------------------------------------------------------------------
 
     def _table(self) -> Tensor:
         "Return the statistics of all batches, [batches, layers, 3 + bins], after their copies have arrived."
+        if not self._rows:
+            raise OptionError('ActivationStats: nothing was measured yet. Call fit first.')
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return torch.stack(self._rows)
@@ -157,24 +155,14 @@ class ActivationStats(HookCallback):
         return {**cell, 'hist': values[3:].float()} if self.with_hist else cell
 
     def _find_series(self, idx: int | str) -> tuple[str, Tensor]:
-        "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if unknown."
-        layer = self._find_layer(idx)
-        title = f'layer {layer} ({self.layer_names[layer]!r})'
-        series = self._table()[:, layer] if self._rows else torch.empty(0, 3)
-        if not len(series) or series[:, 2].isnan().all():
-            raise OptionError(f'Nothing of {title} was measured.')
-        return title, series
-
-    def _find_layer(self, idx: int | str) -> int:
-        "Return the index of a hooked layer, given by its index or name."
+        "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if it was not measured."
+        table = self._table()
         names = self.layer_names
-        try:
-            return names.index(idx) if isinstance(idx, str) else range(len(names))[idx]
-        except (ValueError, IndexError):
-            raise OptionError(
-                f'There is no layer {idx!r}: a fit hooks layers, and `layer_names` lists the {len(names)} of '
-                'the last fit.'
-            ) from None
+        layer = names.index(idx) if isinstance(idx, str) else range(len(names))[idx]
+        title = f'layer {layer} ({names[layer]!r})'
+        if table[:, layer, 2].isnan().all():
+            raise OptionError(f'Nothing of {title} was measured.')
+        return title, table[:, layer]
 
     def layer_stats(
         self,
@@ -216,18 +204,14 @@ class ActivationStats(HookCallback):
     def plot_hist(
         self,
         idxs: Any = None,  # indices or names of layers; None: all measured layers
-        figsize: tuple[float, float] | None = None,  # size in inches
     ) -> Any:
         "Draw `color_dim` of several layers; return the axes."
         if idxs is None:
-            table = self._table() if self._rows else torch.empty(0, 0, 3)
-            idxs = [i for i, near in enumerate(table[..., 2].T) if not near.isnan().all()]
+            near_zero = self._table()[..., 2].T
+            idxs = [i for i, series in enumerate(near_zero) if not series.isnan().all()]
         idxs = as_list(idxs)
-        if not idxs:
-            raise OptionError('Nothing was measured yet: call fit first.')
         cols = min(2, len(idxs))
-        rows = ceil(len(idxs) / cols)
-        axs = new_axes(len(idxs), cols, figsize or (6 * cols, 3 * rows))
+        axs = new_axes(len(idxs), cols, (6 * cols, 3 * ceil(len(idxs) / cols)))
         for idx, ax in zip(idxs, axs, strict=True):
             self.color_dim(idx, ax=ax)
         return axs
@@ -250,20 +234,8 @@ class ActivationStats(HookCallback):
 
 @torch.no_grad()
 def _measure(t: Tensor, with_hist: bool) -> Tensor:
-    "Return size, mean, variance, share near zero and, on request, the histogram of a tensor, on its device."
+    "Return mean, standard deviation, share near zero and, on request, the histogram of a tensor, on its device."
     x = t if t.dtype is torch.float64 else t.float()
-    var, mean = torch.var_mean(x, correction=0)
-    size = torch.full_like(mean, x.numel())
-    stats = torch.stack([size, mean, var, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
+    std, mean = torch.std_mean(x, correction=min(1, x.numel() - 1))
+    stats = torch.stack([mean, std, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
     return torch.cat([stats, torch.histc(x, BINS, 0, TOP)]) if with_hist else stats
-
-
-def _join(calls: list[Tensor]) -> Tensor:
-    "Return mean, standard deviation, share near zero and histogram over all calls of a layer."
-    n, means, variances, near_zero, *bins = torch.stack(calls).T
-    size = n.sum()
-    mean = (n * means).sum() / size
-    # sum of squares within calls and between them
-    squares = (n * (variances + (means - mean) ** 2)).sum()
-    std = (squares / (size - 1)).sqrt()
-    return torch.stack([mean, std, (n * near_zero).sum() / size, *(b.sum() for b in bins)])

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import time
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError
-from learnkit.core.files import as_local_path, atomic_write, check_file
+from learnkit.core.files import as_local_path, check_file
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback
-from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import as_comparison
-from learnkit.monitors.dataset import n_samples
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -45,13 +40,11 @@ class MLPerf(Callback):
     an evaluation reaches `target`, where the file ends; 'aborted' for a fit that ended or failed
     before. Without a target, a fit that runs to its end is a success. Epochs are counted from 1.
     Each line is passed to the operating system before training continues, so it survives the
-    process; `file` is the path. `<folder>/systems/<system>.json` describes the machine: a
-    submission adds the fields that only its author knows.
+    process; `file` is the path.
 
     Caches are not cleared, which rules of the benchmark require: clear them before, and pass
     `cache_cleared=True`. To stop at the target too, add `ThresholdStopper`. Each fit gets the first
-    unused number from `index` on. A resumed fit continues its own file, without lines that a lost
-    process wrote after the checkpoint. Checkpointed: the file, and its size.
+    unused number from `index` on, also when it is resumed. Checkpointed: nothing.
 
     Raises `OptionError` for invalid options and for a folder that cannot be written, and
     `MetricError` before training if no evaluation gives `monitor`.
@@ -119,8 +112,6 @@ class MLPerf(Callback):
         paths = (results / f'result_{n}.txt' for n in count(self.index))
         self.file = next(path for path in paths if not path.exists())
         check_file(self.file)
-        with atomic_write(learn.path / self.folder / 'systems' / f'{system}.json') as tmp:
-            tmp.write_text(json.dumps(self._description(system), indent=4), 'utf-8')
         self._out = self.file.open('w', encoding='utf-8')
         self._write_header(system)
 
@@ -129,7 +120,7 @@ class MLPerf(Callback):
         if self.cache_cleared:
             self._write('cache_clear', True, at_ms=self._created_ms)
         self._write('init_start', event_type=START, at_ms=self._created_ms)
-        evaluated = [n_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
+        evaluated = [_count_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
         for key, value in {
             'submission_benchmark': self.benchmark,
             'submission_division': self.division,
@@ -138,7 +129,7 @@ class MLPerf(Callback):
             'submission_status': self.status,
             'seed': torch.initial_seed(),
             'global_batch_size': _count_step_samples(learn),
-            'train_samples': n_samples(learn.dls.train),
+            'train_samples': _count_samples(learn.dls.train),
             'eval_samples': None if None in evaluated else sum(n or 0 for n in evaluated),
         }.items():
             self._write(key, value)
@@ -198,32 +189,6 @@ class MLPerf(Callback):
         self._out.close()
         self._out = None
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the file, its size so far, and whether the run is open."
-        is_on = self._out is not None
-        return {
-            'file': to_portable_path(self.learn, self.file),
-            'in_block': self._in_block,
-            'is_on': is_on,
-            'size': self.file.stat().st_size if is_on and self.file is not None else 0,
-        }
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Continue the file of the resumed run, if it is there."
-        file = from_portable_path(self.learn, sd['file'], self.folder)
-        if not sd['is_on']:
-            self.file = file
-        elif self._out is not None and file is not None and file.exists():
-            self._out.close()
-            if self.file is not None:
-                self.file.unlink()  # the file that `before_fit` began
-            os.truncate(file, sd['size'])
-            self._out = file.open('a', encoding='utf-8')
-            self.file = file
-            self._in_block = sd['in_block']
-
     # -- lines of the file -------------------------------------------------------------------------
 
     def _write(
@@ -258,31 +223,20 @@ class MLPerf(Callback):
 
     def _find_column(self) -> str:
         "Return the column of `eval_accuracy`; raise `MetricError` if no evaluation gives it."
-        recorder = records(self)
-        names = recorder.evaluated_columns()
-        if self.monitor is not None and self.monitor not in names:
-            names = recorder.find_keys()
-        if self.monitor is None and names:
-            return names[1] if len(recorder.select_metrics('valid')) else names[0]
+        names = records(self).evaluated_columns()
         if self.monitor in names:
             return self.monitor
+        if self.monitor is None and names:
+            return names[min(1, len(names) - 1)]  # the first is the loss
         raise MetricError(
             f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names) or "nothing"}. Give '
             'the name of a metric, and a validation loader.'
         )
 
-    def _description(self, system: str) -> dict[str, Any]:
-        "Return what is known of the machine; the submitter adds the other fields."
-        return {
-            'submitter': self.submitter,
-            'division': self.division,
-            'status': self.status,
-            'system_name': system,
-            'host_processor_model_name': platform.processor() or platform.machine(),
-            'accelerator_model_name': _device_name(model_device(self.learn.model, self.learn.dls)),
-            'framework': f'PyTorch {torch.__version__} and learnkit',
-            'operating_system': f'{platform.system()} {platform.release()}',
-        }
+
+def _count_samples(dl: Any) -> int | None:
+    "Return the number of samples in the data set of a loader; None if unknown."
+    return n_batches(getattr(dl, 'dataset', None))
 
 
 def _count_step_samples(learn: Learner) -> int | None:

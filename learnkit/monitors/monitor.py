@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from learnkit.core.errors import TimeError
 from learnkit.core.time import Time
 from learnkit.engine.callback import IntervalCallback
 
@@ -26,8 +25,7 @@ class Monitor(IntervalCallback):
     the Learner's start; for epochs, after the training of an epoch, so that the values are in the
     row of that epoch.
 
-    Raises `TimeError` for an invalid interval and for iterations. Checkpointed: the number of
-    intervals passed.
+    Raises `TimeError` for an invalid interval. Checkpointed: the number of intervals passed.
 
     >>> from learnkit.testing import synth_learner
     >>> class Slope(Monitor):
@@ -51,11 +49,6 @@ class Monitor(IntervalCallback):
         every: int | str | Time = '10ba',  # interval of measurements; an int counts batches
     ) -> None:
         super().__init__(every, 'ba')
-        if self.every.unit == 'iter':
-            raise TimeError(
-                f'every={str(every)!r}: monitors look while an epoch is trained. Give a number of epochs, '
-                "such as '2ep', or another unit."
-            )
 
     def measure(self) -> Mapping[str, Any]:
         "Return the values to log, numbers or tensors of one element, by name."

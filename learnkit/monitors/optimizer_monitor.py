@@ -91,7 +91,7 @@ class OptimizerMonitor(Monitor):
     a second copy of the weights is in memory. The norm of the second moment is the norm of its
     square root, `sqrt(sum(v))`.
 
-    Raises `TimeError` for an invalid interval, and for epochs and iterations.
+    Raises `TimeError` for an invalid interval, and for epochs.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=OptimizerMonitor(every='5ba'))
@@ -122,8 +122,7 @@ class OptimizerMonitor(Monitor):
         super().__init__(every)
         if self.every.unit == 'ep':
             raise TimeError(
-                f'every={str(every)!r}: OptimizerMonitor measures single steps, and none is the end of an '
-                "epoch. Give batches, such as '500ba'."
+                f"every={str(every)!r}: OptimizerMonitor measures single steps. Give batches: '500ba'."
             )
         self.per_parameter = per_parameter
 

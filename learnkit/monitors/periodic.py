@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
-from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
+from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.model import model_device, name_of
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import check_loader, evaluation_loaders
@@ -39,9 +39,8 @@ class PeriodicData(Periodic):
     yb)` and `g(learn, results)`. Handlers of other events can collect values between the intervals,
     and `at_eval = True` adds a pass to each `learn.validate()`, as for every `Periodic`.
 
-    Raises `LoaderError` before training for an invalid loader, and for an iterator, which one pass
-    would exhaust. Checkpointed: the number of intervals passed; not `results`, which the next pass
-    sets.
+    Raises `LoaderError` before training for an invalid loader. Checkpointed: the number of intervals
+    passed; not `results`, which the next pass sets.
 
     >>> from learnkit.testing import synth_learner
     >>> class Errors(PeriodicData):
@@ -72,9 +71,6 @@ class PeriodicData(Periodic):
         super().__init__(every, **handlers)
         if dl is not None and not isinstance(dl, str):
             check_loader('dl', dl)
-        for name, f in (('on_batch', on_batch), ('process_results', process_results)):
-            if f is not None and not callable(f):
-                raise CallbackError(f'{name}={f!r}: give a function.')
         self.results: Any = None
         self._given_dl = dl
         self._on_batch = on_batch
@@ -96,16 +92,7 @@ class PeriodicData(Periodic):
             if loaders:
                 return loaders[0]
             raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
-        name = self.name
-        if isinstance(dl, str):
-            name = dl
-            dl = resolve_loader(learn, dl)
-        if not isinstance(dl, Iterator):
-            return name, dl
-        raise LoaderError(
-            f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
-            'a loader that starts over each time.'
-        )
+        return (dl, resolve_loader(learn, dl)) if isinstance(dl, str) else (self.name, dl)
 
     def on_batch(self, batch: Any) -> Any:
         "Return the result of a batch; by default its predictions and targets."

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from learnkit.callbacks.nan_guard import print_line
-from learnkit.core.errors import FitError
 from learnkit.core.files import as_local_path, atomic_write, check_folder, unused_path
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count, warn_user
@@ -30,9 +29,8 @@ class TorchProfiler(Callback):
     evaluation between recorded batches is in the trace. A GPU is recorded if there is one. A fit that
     ends before the first recorded batch is a warning.
 
-    Raises `OptionError` for invalid numbers, and before training if the folder cannot be written,
-    and `FitError` if another profiler is running. Checkpointed: nothing; a resumed fit is recorded
-    again.
+    Raises `OptionError` for invalid numbers, and before training if the folder cannot be written.
+    Checkpointed: nothing; a resumed fit is recorded again.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -96,8 +94,6 @@ class TorchProfiler(Callback):
             self._begin()
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():
-            raise FitError('TorchProfiler: another profiler is running. torch can run only one.')
         world = self.learn.world
         first = self.learn.counters.batches + self.warmup
         rank = f'-rank{world.rank}' if world.size > 1 else ''
@@ -139,11 +135,6 @@ class TorchProfiler(Callback):
         self._profiler = None
         if profiler is not None:
             profiler.stop()
-
-    def on_run_failed(self) -> None:
-        "End the recording with a fit that failed in an outer run."
-        if self.learn.fitting:
-            self._stop()
 
     def cleanup(self) -> None:
         "End the recording after an error."

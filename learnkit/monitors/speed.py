@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from numbers import Real
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
-from learnkit.core.errors import ModelError, OptionError, did_you_mean
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.time import Time
-from learnkit.core.validation import check_count, check_number
+from learnkit.core.validation import check_count
 from learnkit.monitors.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -57,8 +53,7 @@ class SpeedMonitor(Monitor):
     these flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022,
     appendix B), needs `peak_flops`, or a known GPU in fp16 or bf16; otherwise it is left out.
 
-    Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
-    another type. Checkpointed: the seconds of evaluation.
+    Raises `OptionError` for an invalid window. Checkpointed: the seconds of evaluation.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=SpeedMonitor(every='5ba'))
@@ -96,10 +91,7 @@ class SpeedMonitor(Monitor):
     ) -> None:
         super().__init__(every)
         self.window = check_count('window', window)
-        self.time_unit = time_unit
-        self._unit_s = get_seconds(time_unit)
-        if peak_flops is not None:
-            check_number('peak_flops', peak_flops)
+        self._unit_s = SECONDS_IN[time_unit]
         self.peak_flops = peak_flops
         self._flops = 0.0
         self._eval_s = 0.0  # seconds of evaluation, over all fits
@@ -114,10 +106,7 @@ class SpeedMonitor(Monitor):
             return
         self._points.clear()
         self._flops = 0.0
-        flops = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
-        if flops is not None and not callable(flops):
-            _check_flops(self.learn.model, flops)
-        self._flops_per_batch = flops
+        self._flops_per_batch = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
         self._peak = self.peak_flops or find_peak(self.learn)
 
     def before_eval(self) -> None:
@@ -133,10 +122,6 @@ class SpeedMonitor(Monitor):
     before_predict = before_eval
     after_predict = after_eval
 
-    def before_train(self) -> None:
-        "Count training also after an evaluation that did not end."
-        self._end_evaluation()
-
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
             self._eval_s += self.learn.counters.elapsed() - self._evaluation[1]
@@ -147,9 +132,7 @@ class SpeedMonitor(Monitor):
         "Record time and counts of this batch, and log if due."
         learn = self.learn
         flops = self._flops_per_batch
-        if callable(flops):
-            flops = _check_flops(learn.model, flops(learn.batch))
-        self._flops += flops or 0.0
+        self._flops += (flops(learn.batch) if callable(flops) else flops) or 0.0
         done = learn.counters
         counts = done.batches, done.samples, done.tokens, self._flops
         self._points.append((done.elapsed() - self._eval_s, *counts))
@@ -200,25 +183,6 @@ class SpeedMonitor(Monitor):
         "Restore the seconds so far."
         super().load_state_dict(sd)
         self._eval_s = sd['eval_s']
-
-
-def get_seconds(time_unit: str) -> int:
-    "Return the seconds in a unit of time; raise `OptionError` for an unknown unit."
-    if isinstance(time_unit, str) and time_unit in SECONDS_IN:
-        return SECONDS_IN[time_unit]
-    raise OptionError(
-        f'time_unit={time_unit!r}: give one of {", ".join(SECONDS_IN)}.'
-        f'{did_you_mean(str(time_unit), SECONDS_IN)}'
-    )
-
-
-def _check_flops(model: nn.Module, flops: Any) -> float:
-    if isinstance(flops, Real) and 0 <= float(flops) < math.inf:
-        return float(flops)
-    raise ModelError(
-        f'{type(bare_model(model)).__name__}.flops_per_batch: {flops!r} is not a number of operations. '
-        'Let it be a number, or a function of the batch that returns one.'
-    )
 
 
 def find_peak(learn: Learner) -> float | None:
@@ -272,8 +236,7 @@ class RuntimeEstimator(Monitor):
     ) -> None:
         super().__init__(every)
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
-        self.time_unit = time_unit
-        self._unit_s = get_seconds(time_unit)
+        self._unit_s = SECONDS_IN[time_unit]
         # time and share of the fit at the first and at the last measurement
         self._first: tuple[float, float] | None = None
         self._last: tuple[float, float] | None = None

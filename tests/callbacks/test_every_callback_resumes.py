@@ -205,6 +205,6 @@ def test_the_second_fit_resumes(tmp_path: Path) -> None:
             learn.fit_one_cycle(1)
         learn.fit_one_cycle(2, resume=resume)
 
-    names = 'JSONLinesLogger', 'MLPerf', 'SaveModelCallback', 'BestMetric', 'LRMonitor'
+    names = 'JSONLinesLogger', 'SaveModelCallback', 'BestMetric', 'LRMonitor'
     cbs = lambda: [make_to_resume(BY_NAME[name]) for name in names]
     check(tmp_path, cbs, some(6, 7), fit, keep_again=True)

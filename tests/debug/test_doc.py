@@ -82,12 +82,6 @@ def test_help_for_an_event(event: str) -> None:
     }
 
 
-def test_help_for_exceptions() -> None:
-    rows = listed(doc('CancelStepException'), 'From this event on it may be raised')
-    assert rows == {'before_step': 'then after_cancel_step, after_step'}
-    assert len(listed(doc('CancelException'), 'From this event on it may be raised')) == 7
-
-
 class Mine(Callback):
     "Do a thing."
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from learnkit import Callback, Learner
-from learnkit.core.html import table
 from learnkit.testing import synth_learner
 
 
@@ -50,20 +49,6 @@ def html_of(o: Any) -> str:
 
 def rows_of(o: Any) -> list[list[str]]:
     return Rows(html_of(o)).rows
-
-
-# -- tables
-
-
-def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
-    html = table(['n', '<b>'], [(1, '<script>'), (None, 'a & b')], 'x < y')
-    assert Rows(html).rows == [['n', '<b>'], ['1', '<script>'], ['', 'a & b']]
-    assert '<script>' not in html and '<div><b>x &lt; y</b></div>' in html
-    assert html.count('<td style="text-align:right">') == 2
-    assert html.count('<td style="text-align:left">') == 2
-
-
-# -- the Learner
 
 
 def test_the_html_of_a_learner_shows_its_parts_and_progress() -> None:
@@ -115,12 +100,10 @@ def test_a_look_never_raises() -> None:
     learn = synth_learner(cbs=Shy())
     learn.model, learn.opt, learn.loss_func, learn._metrics = Hostile(), object(), None, [object()]
     rows = dict(rows_of(learn))
-    assert rows['model'] == '(not known: RuntimeError)'
-    assert rows['callbacks'] == 'TrainEvalCallback(not known: RuntimeError)RecorderProgressCallback'
+    assert rows['model'] == rows['callbacks'] == '(not known: RuntimeError)'
     assert rows['optimizer'] == rows['metrics'] == '(not known: AttributeError)'
     assert repr(learn) == (
-        "Learner(Hostile, loss_func=None, valid=['valid'], cbs=[TrainEvalCallback, Recorder, "
-        'ProgressCallback, (not known: RuntimeError)])'
+        "Learner(Hostile, loss_func=None, valid=['valid'], cbs=[(not known: RuntimeError)])"
     )
     half = Learner.__new__(Learner)  # as in a traceback of the constructor
     assert 'not known' in repr(half) and 'not known' in html_of(half)

@@ -177,8 +177,8 @@ def torch_loader(dataset: Callable[[], Any] = Plain, **options: Any) -> Callable
     return lambda: DataLoader(dataset(), **{'batch_size': BS, 'shuffle': True, **options})
 
 
-def sampled(sampler: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-    return lambda: DataLoader(Plain(), BS, sampler=sampler(), **options)
+def sampled(sampler: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: DataLoader(Plain(), BS, sampler=sampler())
 
 
 LOADERS: dict[str, Callable[[], Any]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
-from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, TorchProfiler
+from learnkit.callbacks import LRFinder, LRScheduler, MLPerf, ParamScheduler, TorchProfiler
 from learnkit.callbacks.export import LoadWeights
 from learnkit.callbacks.optuna import OptunaPruning
 from learnkit.callbacks.progress import ProgressCallback
@@ -131,8 +131,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# the first undoes what it has trained, the second records a resumed fit again, with other times
-RESUMED = [c for c in CLASSES if c not in (LRFinder, TorchProfiler)]
+# the first undoes what it has trained, the others record a resumed fit anew
+RESUMED = [c for c in CLASSES if c not in (LRFinder, MLPerf, TorchProfiler)]
 
 
 def make_to_resume(cls: type[Callback]) -> Callback:

@@ -91,17 +91,11 @@ def read_files(learn: Learner) -> dict[str, Any]:
             found[name] = json.loads(path.read_text())
         elif path.suffix == '.pth':
             found[name] = torch.load(path, weights_only=True)
-        elif path.name.startswith('result_'):
-            found[name] = list(map(without_time, path.read_text().splitlines()))
         elif path.suffix in ('.png', '.txt'):
             found[name] = path.read_bytes()
         elif path.suffix == '.pt2':
             found[name] = 'a program'
     return found
-
-
-def without_time(line: str) -> str:
-    return line.replace(line.partition('"time_ms": ')[2].partition(',')[0], '')
 
 
 def read_scalars(folder: Path) -> dict[str, Any]:

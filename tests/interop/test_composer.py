@@ -282,10 +282,9 @@ def test_times_compare_and_combine_as_in_composer() -> None:
     assert t <= '7ba'
     assert t != ComposerTime(8, TimeUnit.BATCH)
     assert (t - '9ba').value == -2
-    assert (2 + t).value == 9
+    assert (t + 2).value == 9
     assert (t / '14ba').value == 0.5
     assert (t % 2).value == 1
-    assert (9 - t).value == 2
     assert str(t) == '7ba'
     with pytest.raises(TimeError, match='different units'):
         _ = t < '1ep'

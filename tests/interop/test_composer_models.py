@@ -217,29 +217,3 @@ def test_times_and_timestamps_are_saved_and_a_stopper_stops_after_a_resume(tmp_p
     assert len(learn.history) == len(whole.history) == 4
     assert isinstance(stopper.best_at, ComposerTimestamp)
     assert stopper.best_at.epoch == 1 and stopper.best_at.batch == 5
-
-
-# -- checkpoints in Composer's form ----------------------------------------------------------------
-
-
-def test_a_state_in_composers_form_loads_into_another_learner() -> None:
-    class State:
-        def fit_end(self, state: Any, logger: Any) -> None:
-            self.sd = state.state_dict()
-
-    class Load:
-        def __init__(self, sd: Any) -> None:
-            self.sd = sd
-
-        def before_load(self, state: Any, logger: Any) -> None:
-            state.load_state_dict(self.sd, logger)
-
-    cb = State()
-    first = learner(cb)
-    first.fit(1)
-    assert sorted(cb.sd['optimizers']) == ['SGD']
-    second = learner(Load(cb.sd))
-    second.fit(1)
-    by_hand, _ = trained_by_hand(2)
-    torch.testing.assert_close(second.model.net.weight, by_hand.net.weight)
-    assert (second.time.ep, second.time.ba) == (2, 10)

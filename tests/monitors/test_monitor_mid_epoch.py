@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from fastcore.basics import noop
 
-from learnkit import Callback, DataLoaders, Evaluator, Learner
+from learnkit import Callback, Learner
 from learnkit.callbacks import (
     ActivationMonitor,
     LRMonitor,
     MemoryMonitor,
-    MLPerf,
     OptimizerMonitor,
     RuntimeEstimator,
     SpeedMonitor,
@@ -95,41 +92,3 @@ def test_every_monitor_describes_its_names() -> None:
         for name in learn.history[0]
         if name not in ('fit', 'epoch', 'time') and not any(re.fullmatch(p, name) for p in patterns)
     ]
-
-
-# -- evaluations within epochs ---------------------------------------------------------------------
-
-
-def two_loaders() -> DataLoaders:
-    "Return loaders with two validation loaders, `day` and `night`; the targets of `night` are shifted."
-    x = torch.randn(96, 1)
-    batches = [(b, 2 * b + 1) for b in x.split(16)]
-    return DataLoaders(
-        batches,
-        {'day': batches[:2], 'night': Evaluator([(b, 2 * b - 3) for b, _ in batches[:2]], '2ba')},
-    )
-
-
-def test_mlperf_has_each_evaluation_once(tmp_path: Path) -> None:
-    learn = learner(
-        MLPerf(monitor='night/loss'), dls=two_loaders(), eval_every='3ba', path=tmp_path
-    )
-    learn.fit(1)
-    lines = [
-        json.loads(line.removeprefix(':::MLLOG '))
-        for line in learn.ml_perf.file.read_text().splitlines()
-    ]
-    got = [
-        (line['metadata']['samples_count'], line['value'])
-        for line in lines
-        if line['key'] == 'eval_accuracy'
-    ]
-    assert got == [
-        (16 * row['ba'], row['night/loss'])
-        for row in learn.recorder.evaluations
-        if 'night/loss' in row
-    ]
-    assert sum(line['key'] == 'eval_start' for line in lines) == len(learn.recorder.evaluations)
-
-
-# -- tokens ----------------------------------------------------------------------------------------

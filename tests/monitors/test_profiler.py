@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import SGD, Callback, DataLoaders, FitError, Learner, OptionError, TorchProfiler
+from learnkit import SGD, Callback, DataLoaders, Learner, OptionError, TorchProfiler
 from tests.helpers.ranks import run_ranks
 
 # torch's own message where only the CPU is recorded
@@ -97,9 +97,6 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / 'profile').write_text('a file')
     with pytest.raises(OptionError, match='cannot be written'):
         fit(learner(tmp_path, TorchProfiler()))
-    learn = learner(tmp_path, TorchProfiler(wait=0, folder='a'))
-    with torch.profiler.profile(), pytest.raises(FitError, match='another profiler'):
-        fit(learn)
 
 
 @pytest.mark.dist
@@ -114,13 +111,3 @@ def test_each_rank_has_its_file(tmp_path: Path) -> None:
     assert run_ranks(job) == [['trace-batch-2-rank0.json'], ['trace-batch-2-rank1.json']]
     for rank in (0, 1):
         assert counts(tmp_path / f'profile/trace-batch-2-rank{rank}.json')['aten::mse_loss'] == 2
-
-
-def test_the_end_of_a_fit_ends_the_recording_in_an_outer_run(tmp_path: Path) -> None:
-    learn = learner(tmp_path, TorchProfiler(wait=2, warmup=1, active=90, n_rows=0))
-    with learn:
-        fit(learn)
-        assert not torch.autograd._profiler_enabled()
-        fit(learn)
-    names = [path.name for path in learn.torch_profiler.files]
-    assert names == ['trace-batch-3.json', 'trace-batch-15.json']

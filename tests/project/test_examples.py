@@ -130,14 +130,6 @@ def test_images_in_two_processes(tmp_path: Path) -> None:
     assert figures(run_two(images.main, tmp_path, '--resume')) == output
 
 
-@pytest.mark.dist
-@pytest.mark.full
-def test_text_in_two_processes(text: Any, tmp_path: Path) -> None:
-    output = figures(run_two(text.main, tmp_path))
-    assert len(output) == 4
-    assert figures(run_two(text.main, tmp_path, '--resume')) == output
-
-
 @pytest.mark.full
 def test_text_resumes_after_a_kill(text: Any, tmp_path: Path) -> None:
     whole = run(lambda: text.main(options(tmp_path / 'whole')))

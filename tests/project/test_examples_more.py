@@ -9,14 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from learnkit import Callback, Checkpoint, Learner
 from learnkit.checkpoint.compare import differences
 from tests.helpers.forks import start
 from tests.helpers.libraries import require
-from tests.helpers.ranks import run_ranks
 
 require('pandas', 'sklearn', 'gymnasium')
 
@@ -40,12 +38,6 @@ def test_the_table_is_learned_reported_and_exported(tmp_path: Path) -> None:
     printed = run_script(tabular, tmp_path, '--quick')
     assert 'network: test' in printed and 'boosting: validation' in printed
     assert {'rents.pt2', 'encoder.json'} < {path.name for path in (tmp_path / 'rents').iterdir()}
-
-
-@pytest.mark.full
-def test_complete_fits_are_not_trained_again(tmp_path: Path) -> None:
-    printed = run_script(tabular, tmp_path, '--quick')
-    assert run_script(tabular, tmp_path, '--quick', '--resume') == printed
 
 
 def test_the_pole_script_runs_and_resumes(tmp_path: Path) -> None:
@@ -96,14 +88,3 @@ def test_a_killed_stream_resumes_exactly(tmp_path: Path) -> None:
 
 def test_the_stream_trains_as_a_plain_loop() -> None:
     assert reinforcement.compare(60, update=20, warmup=100, explore=300)
-
-
-@pytest.mark.dist
-def test_the_table_in_two_processes(tmp_path: Path) -> None:
-    def job(rank: int) -> None:
-        os.chdir(tmp_path)
-        sys.argv = ['script', '--quick']
-        tabular.main()
-
-    run_ranks(job, 2)
-    assert (tmp_path / 'rents' / 'rents.pt2').exists()

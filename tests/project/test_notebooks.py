@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.notebooks import code_cells, execute, faults, nbclient, nbformat
+from tests.helpers.notebooks import code_cells, execute, faults, nbformat
 
 pytest.importorskip('ipykernel')
 
@@ -62,11 +62,3 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
         assert not kinds(before) - kinds(now), (
             f'not all of the saved outputs came again, of:\n{now.source}'
         )
-
-
-@pytest.mark.notebook
-@pytest.mark.parametrize('source', ['1 / 0', 'warnings.warn("careful", DeprecationWarning)'])
-def test_a_fault_is_found(source: str, tmp_path: Path) -> None:
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    with pytest.raises(nbclient.exceptions.CellExecutionError):
-        execute(nb, tmp_path)

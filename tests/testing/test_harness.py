@@ -71,8 +71,3 @@ def test_a_process_that_uses_cuda_forks_none(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     with pytest.raises(HarnessError, match='CUDA'):
         kill_and_resume(make_learner, 1)
-
-
-@pytest.mark.full
-def test_two_hundred_kills_change_nothing() -> None:
-    assert kill_and_resume(make_learner, n_epoch=3, kills=200, seed=7)
