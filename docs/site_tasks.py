@@ -97,7 +97,7 @@ _ROWS = (
         'Monitors',
         'Measure speed, memory, gradients, activations and data while training.',
         'monitors.monitor monitors.periodic monitors.speed monitors.memory monitors.system_monitor '
-        'monitors.optimizer_monitor monitors.activation_monitor monitors.activation_stats '
+        'monitors.optimizer_monitor monitors.activation_monitor monitors.activation_stats monitors.dataset '
         'monitors.images monitors.mlperf monitors.profiler',
     ),
     (

@@ -104,12 +104,14 @@ from .training import (
 
 ActivationMonitor = _monitors.ActivationMonitor
 ActivationStats = _monitors.ActivationStats
+DatasetStats = _monitors.DatasetStats
 ImageVisualizer = _monitors.ImageVisualizer
 LRMonitor = _monitors.LRMonitor
 MLPerf = _monitors.MLPerf
 MemoryMonitor = _monitors.MemoryMonitor
 Monitor = _monitors.Monitor
 OptimizerMonitor = _monitors.OptimizerMonitor
+ParamCount = _monitors.ParamCount
 PeriodicData = _monitors.PeriodicData
 RuntimeEstimator = _monitors.RuntimeEstimator
 SpeedMonitor = _monitors.SpeedMonitor

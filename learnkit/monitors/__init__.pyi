@@ -4,6 +4,10 @@ from .activation_monitor import (
 from .activation_stats import (
     ActivationStats as ActivationStats,
 )
+from .dataset import (
+    DatasetStats as DatasetStats,
+    ParamCount as ParamCount,
+)
 from .images import (
     ImageVisualizer as ImageVisualizer,
 )

@@ -18,9 +18,10 @@ from learnkit.core.errors import MetricError
 from learnkit.core.files import as_local_path, check_file
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import as_comparison
+from learnkit.monitors.dataset import n_samples
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -120,7 +121,7 @@ class MLPerf(Callback):
         if self.cache_cleared:
             self._write('cache_clear', True, at_ms=self._created_ms)
         self._write('init_start', event_type=START, at_ms=self._created_ms)
-        evaluated = [_count_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
+        evaluated = [n_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
         for key, value in {
             'submission_benchmark': self.benchmark,
             'submission_division': self.division,
@@ -129,7 +130,7 @@ class MLPerf(Callback):
             'submission_status': self.status,
             'seed': torch.initial_seed(),
             'global_batch_size': _count_step_samples(learn),
-            'train_samples': _count_samples(learn.dls.train),
+            'train_samples': n_samples(learn.dls.train),
             'eval_samples': None if None in evaluated else sum(n or 0 for n in evaluated),
         }.items():
             self._write(key, value)
@@ -232,11 +233,6 @@ class MLPerf(Callback):
             f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names) or "nothing"}. Give '
             'the name of a metric, and a validation loader.'
         )
-
-
-def _count_samples(dl: Any) -> int | None:
-    "Return the number of samples in the data set of a loader; None if unknown."
-    return n_batches(getattr(dl, 'dataset', None))
 
 
 def _count_step_samples(learn: Learner) -> int | None:
