@@ -12,8 +12,8 @@ from typing import Any
 
 import architecture_svg
 import lifecycle_svg
-from site_api import index_page, task_page
-from site_tasks import TASKS
+from site_api import index_page, learner_page, task_page
+from site_tasks import LEARNER_PAGES, TASKS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -91,6 +91,7 @@ def made() -> dict[str, str]:
     known = pages()
     contents = {'api/index.rst': index_page()}
     contents |= {f'api/{task.slug}.rst': task_page(task) for task in TASKS}
+    contents |= {f'api/{page.slug}.rst': learner_page(page) for page in LEARNER_PAGES}
     for path, page in known.items():
         if page.startswith('guides/'):
             contents[page] = guide(path, known)

@@ -47,6 +47,18 @@ def test_the_module_of_every_public_name_belongs_to_an_api_page() -> None:
     assert not missing, 'add each module to a page of docs/site_tasks.py'
 
 
+def test_every_public_member_of_the_learner_is_on_one_page_about_a_task() -> None:
+    pages = runpy.run_path(str(DOCS / 'site_tasks.py'))['LEARNER_PAGES']
+    listed = [name for page in pages for name in page.members]
+    members = {
+        name
+        for cls in learnkit.Learner.__mro__
+        for name, value in vars(cls).items()
+        if not name.startswith('_') and isinstance(value, FunctionType | property)
+    }
+    assert sorted(listed) == sorted(members), 'list each once, in LEARNER_PAGES of site_tasks.py'
+
+
 # -------------------------------------------------------------------------------------- the drawing
 
 
