@@ -118,12 +118,10 @@ def write_pages(app: Any, config: Any) -> None:
 
 
 def relink_page(app: Any, docname: str, content: list[str]) -> None:
-    "Replace the links of a page in docs/; on the first page, list the guide `index` before the others."
+    "Replace the links of a page in docs/."
     if docname.split('/')[0] in MADE:
         return
     content[0] = relinked(content[0], (DOCS / docname).parent, pages())
-    if docname == 'index' and 'guides/index' in app.env.found_docs:
-        content[0] = content[0].replace('\nguides/*', '\nguides/index\nguides/*')
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -90,6 +90,14 @@ def test_the_map_is_what_its_script_draws_and_its_page_shows() -> None:
     assert '](architecture.svg)' in (DOCS / 'architecture.md').read_text('utf-8')
 
 
+def test_the_first_page_shows_the_table_and_pictures_of_one_run() -> None:
+    text = (DOCS / 'index.md').read_text('utf-8')
+    right, total = re.search(r'(\d+) of (\d+) validation digits', text).groups()
+    *_, last = re.search(r'```text\n(.*?)\n```', text, re.S)[1].split('\n')
+    assert f'{int(right) / int(total):.6f}' in last
+    assert all((DOCS / name).exists() for name in re.findall(r'\]\((static/[^)]+)\)', text))
+
+
 # ---------------------------------------------------------------------------------------- the pages
 
 
