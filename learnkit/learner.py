@@ -326,7 +326,9 @@ class Learner(Loop):
         """
         total = as_time(total, 'ep')
         if total.unit == 'dur':
-            raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
+            raise TimeError(
+                f'fit_until({str(total)!r}): the total is not known. Give epochs, or hours.'
+            )
         remainder = total.value - self.finished(total.unit)
         if remainder > 0:
             self.fit(Time(remainder, total.unit), **kwargs)

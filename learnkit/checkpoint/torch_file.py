@@ -88,7 +88,7 @@ def _check_kind(path: Path) -> None:
     if not is_zipfile(path):
         with path.open('rb') as f:
             if f.read(1) != b'\x80':  # the start of a pickle
-                raise WeightsError(f"{path} is no file of torch's: it holds no saved weights.")
+                raise WeightsError(f'{path} is not a file of saved weights from torch.')
         return
     with ZipFile(path) as archive:
         names = archive.namelist()
@@ -98,7 +98,7 @@ def _check_kind(path: Path) -> None:
             'trust it. Weights are written by `learn.save` and `learn.save_learner`.'
         )
     if any('/code/' in n for n in names):
-        raise WeightsError(f'{path} is a TorchScript program, and no weights: `torch.jit.load`.')
+        raise WeightsError(f'{path} is a TorchScript program, not weights: `torch.jit.load`.')
 
 
 def _list_unsafe_names(path: Path) -> list[str]:

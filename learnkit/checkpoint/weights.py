@@ -60,7 +60,7 @@ def read_weights(
     if not path.exists():
         raise _make_missing_error(path)
     if not path.is_file():
-        raise WeightsError(f'{path} is a folder, and no file of weights.')
+        raise WeightsError(f'{path} is a folder, not a file of weights.')
     if path.suffix == SAFETENSORS:
         return Stored(_read_safetensors(path, device))
     state = _read_checkpoint(path) if is_state_file(path) else read_torch_file(path, device)

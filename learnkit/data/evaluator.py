@@ -26,7 +26,7 @@ class Evaluator:
         name: str | None = None,  # name of the loader, required in a list of several
     ) -> None:
         if isinstance(dl, Evaluator):
-            raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
+            raise LoaderError('An Evaluator holds a loader, not another Evaluator.')
         self.dl = dl
         self.metrics = metrics
         self.name = name

@@ -324,9 +324,9 @@ def warn_of_switched_off(learn: Learner, cb: Any, event_name: str) -> None:
     if changing:
         name = type(cb).__name__
         warn_user(
-            f'{name}.{event_name} starts an evaluation, in which {name} itself is not called: what '
-            f'its {" and ".join(changing)} would do to the batches is not done. Move that to a '
-            'separate callback.'
+            f'{name}.{event_name} starts an evaluation, in which {name} itself is not called. Its '
+            f'{" and ".join(changing)} does not change the batches there: move it to a separate '
+            'callback.'
         )
 
 

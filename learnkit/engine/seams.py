@@ -59,7 +59,7 @@ class Seams:
         """
         for name in functions:
             if name not in SEAMS:
-                raise FitError(f'{name!r} is no seam of the loop: {", ".join(SEAMS)}.')
+                raise FitError(f'{name!r} is not a seam of the loop: {", ".join(SEAMS)}.')
             other = self.holders.get(name, holder)
             if other != holder:
                 raise FitError(

@@ -189,7 +189,7 @@ def test_files_that_are_not_weights(tmp_path: Path) -> None:
     for content, match in (
         (b'', 'is empty'),
         (b'PK\3\4 no zip', 'damaged'),
-        (b'some text', "no file of torch's"),
+        (b'some text', 'not a file of saved weights'),
     ):
         (tmp_path / 'b.pth').write_bytes(content)
         refused(learn, tmp_path / 'b.pth', match)

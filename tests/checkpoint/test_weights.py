@@ -49,7 +49,7 @@ def test_other_files(tmp_path: Path) -> None:
         z.writestr('script/data.pkl', b'')
         z.writestr('script/code/__torch__.py', b'')
     for path, expected_text in (
-        (text, "no file of torch's"),
+        (text, 'not a file of saved weights'),
         (archive, r'readme\.txt'),
         (script, r'`torch\.jit\.load`'),
     ):
