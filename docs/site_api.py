@@ -172,14 +172,14 @@ def described(task: Task) -> list[tuple[str, str]]:
         (module, name)
         for module in (f'learnkit.{short}' for short in task.modules)
         for name in public(module)
-        if name in assigned(module) and name in public_names()
+        if name in assigned(module) and id(get(module, name)) in public_values()
     ]
 
 
 @cache
-def public_names() -> frozenset[str]:
-    "Return every name that users import."
-    return frozenset(name for module in PUBLIC_MODULES for name in public(module))
+def public_values() -> frozenset[int]:
+    "Return the identity of every value that users import by a name."
+    return frozenset(id(get(module, name)) for module in PUBLIC_MODULES for name in public(module))
 
 
 @cache

@@ -79,9 +79,21 @@ _ROWS = (
     (
         'metrics',
         'Metrics',
-        'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
-        'metrics.functional metrics.classification metrics.ranking metrics.segmentation metrics.base '
-        'metrics.averages metrics.whole_set metrics.direction',
+        'Functions that are averaged over samples or targets: accuracy, errors, perplexity. Metrics of torchmetrics '
+        'can be used as they are.',
+        'metrics.functional',
+    ),
+    (
+        'metrics_scores',
+        'Metrics of a whole set',
+        'Scores that are not a mean over samples: F1, precision, recall, AUC, correlations, Dice.',
+        'metrics.classification metrics.ranking metrics.segmentation',
+    ),
+    (
+        'metrics_base',
+        'Write a metric',
+        'Base classes of metrics, and adapters for functions and for other packages.',
+        'metrics.base metrics.averages metrics.whole_set metrics.direction',
     ),
     (
         'stopping',
