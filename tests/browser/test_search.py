@@ -21,6 +21,7 @@ QUESTIONS = {
     'k-fold cross validation': 'howto/cross_validation',
     'several inputs': 'howto/inputs_outputs',
     'multi-task model with two losses': 'howto/inputs_outputs',
+    'lstm with padded sequences': 'howto/sequences',
     'class imbalance': 'howto/class_imbalance',
     'weighted loss for rare classes': 'howto/class_imbalance',
     'learning rate warmup': 'howto/warmup',
