@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +105,24 @@ def made() -> dict[str, str]:
 
 
 def write_pages(app: Any, config: Any) -> None:
-    "Write pages that have changed, and delete pages that no longer exist."
+    """Write pages that have changed, and delete pages that no longer exist.
+
+    If a page of the API has changed, the pages with the source code are deleted: they link to the API, and
+    `sphinx.ext.viewcode` otherwise writes only those of changed modules."""
     contents = made()
+    changed = False
     for page, text in contents.items():
         path = DOCS / page
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text('utf-8') != text:
             path.write_text(text, 'utf-8')
+            changed |= page.startswith('api/')
     for folder in MADE:
         for path in (DOCS / folder).iterdir():
             if f'{folder}/{path.name}' not in contents:
                 path.unlink()
+    if changed:
+        shutil.rmtree(Path(app.outdir) / '_modules', ignore_errors=True)
 
 
 def relink_page(app: Any, docname: str, content: list[str]) -> None:

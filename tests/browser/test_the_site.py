@@ -44,7 +44,7 @@ def test_pages_fit_the_window_and_follow_its_colours(
     tab.set_viewport_size({'width': width, 'height': 900})
     for page in PAGES:
         tab.goto(f'{address}/{page}.html')
-        tab.screenshot(path=SHOTS / f'site-{page.rpartition("/")[2]}-{scheme}-{width}.png')
+        tab.screenshot(path=SHOTS / f'site-{page.replace("/", "-")}-{scheme}-{width}.png')
         assert tab.evaluate('document.documentElement.scrollWidth') <= width, page
         style = 'getComputedStyle(document.body)'
         text, ground = tab.evaluate(f'[{style}.color, {style}.backgroundColor]')
