@@ -53,5 +53,6 @@ html_favicon = 'static/icon.svg'
 html_title = f'learnkit {version}'
 html_static_path = ['static']
 html_css_files = ['site.css']
+html_search_scorer = str(HERE / 'search_scorer.js')
 html_copy_source = False
 html_show_sphinx = False

@@ -10,11 +10,12 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
 
-from site_tasks import PUBLIC_MODULES, TASKS, Task
+from site_tasks import LEARNER_PAGES, PUBLIC_MODULES, TASKS, LearnerPage, Task
 
 import learnkit
 import learnkit.all
 
+LEARNER = 'learnkit.learner.Learner'
 LONGEST_VALUE = 300  # characters of a constant's value that are shown
 
 INDEX = """
@@ -35,6 +36,16 @@ The names of ``learnkit``
 -------------------------
 
 {names}
+"""
+
+
+LEARNER_CONTENTS = """
+.. toctree::
+   :hidden:
+
+   {pages}
+
+{tables}
 """
 
 
@@ -89,23 +100,34 @@ def home(module: str, name: str) -> str | None:
 
 
 def summary(value: Any) -> str:
-    "Return the first sentence of the docstring of a module, class or function, as one line."
-    if not (callable(value) or inspect.ismodule(value)):
+    "Return the first sentence of the docstring of a module, class, function or property, as one line."
+    if not (callable(value) or inspect.ismodule(value) or isinstance(value, property)):
         return ''
     return (
         ' '.join((inspect.getdoc(value) or '').split('\n\n')[0].split())
         .replace('`', '``')
         .split('. ')[0]
+        .removesuffix('.')
     )
 
 
 def table(names: list[tuple[str, str | None]]) -> str:
     "Return a table of names and the modules that define them: each with a link and its first sentence."
-    rows = ['.. list-table::', '   :class: names', '']
+    rows = []
     for name, module in names:
         shown = f':py:obj:`{name} <{module}.{name}>`' if module else f'``{name}``'
-        rows += [f'   * - {shown}', f'     - {summary(get(module, name)) if module else ""}']
-    return '\n'.join(rows)
+        rows.append((shown, summary(get(module, name)) if module else ''))
+    return table_of_rows(rows)
+
+
+def table_of_rows(rows: list[tuple[str, str]]) -> str:
+    "Return a table of two columns."
+    lines = [f'   * - {left}\n     - {right}' for left, right in rows]
+    return '\n'.join(['.. list-table::', '   :class: names', '', *lines])
+
+
+def heading(title: str, underline: str = '=') -> str:
+    return f'{title}\n{underline * len(title)}'
 
 
 def inherited_members(cls: type) -> str:
@@ -132,6 +154,8 @@ def is_described(cls: type) -> bool:
 def directive(module: str, name: str) -> str:
     "Return the directive that describes one name."
     value = get(module, name)
+    if value is learnkit.Learner:
+        return f'.. autoclass:: {LEARNER}\n'
     if isinstance(value, type):
         kind = 'exception' if issubclass(value, BaseException) else 'class'
         return f'.. auto{kind}:: {module}.{name}\n   :members:\n{inherited_members(value)}'
@@ -148,14 +172,14 @@ def described(task: Task) -> list[tuple[str, str]]:
         (module, name)
         for module in (f'learnkit.{short}' for short in task.modules)
         for name in public(module)
-        if name in assigned(module) and name in public_names()
+        if name in assigned(module) and id(get(module, name)) in public_values()
     ]
 
 
 @cache
-def public_names() -> frozenset[str]:
-    "Return every name that users import."
-    return frozenset(name for module in PUBLIC_MODULES for name in public(module))
+def public_values() -> frozenset[int]:
+    "Return the identity of every value that users import by a name."
+    return frozenset(id(get(module, name)) for module in PUBLIC_MODULES for name in public(module))
 
 
 @cache
@@ -167,19 +191,50 @@ def page_of() -> dict[str, str]:
 def task_page(task: Task) -> str:
     "Return the page of a task."
     found = described(task)
-    parts = [f'{task.title}\n{"=" * len(task.title)}', task.intro]
+    parts = [heading(task.title), task.intro]
     if len(found) > 3:
         parts.append(table([(name, module) for module, name in found]))
     parts += [directive(module, name) for module, name in found]
+    if task.slug == 'learner':
+        parts.append(learner_contents())
+    return '\n\n'.join(parts) + '\n'
+
+
+def members_table(page: LearnerPage) -> str:
+    "Return a table of the members on a page: each with a link and its first sentence."
+    return table_of_rows(
+        [
+            (f':py:obj:`{name} <{LEARNER}.{name}>`', summary(getattr(learnkit.Learner, name)))
+            for name in page.members
+        ]
+    )
+
+
+def learner_contents() -> str:
+    "Return the contents of the pages about the Learner."
+    tables = []
+    for page in LEARNER_PAGES:
+        tables += [f':doc:`{page.title} <{page.slug}>`', page.intro, members_table(page)]
+    pages = '\n   '.join(page.slug for page in LEARNER_PAGES)
+    return LEARNER_CONTENTS.format(pages=pages, tables='\n\n'.join(tables))
+
+
+def learner_page(page: LearnerPage) -> str:
+    "Return a page about the Learner, with the members for one task."
+    parts = [heading(page.title), page.intro, members_table(page)]
+    for name in page.members:
+        is_property = isinstance(getattr(learnkit.Learner, name), property)
+        kind = 'autoproperty' if is_property else 'automethod'
+        parts.append(f'.. {kind}:: {LEARNER}.{name}\n')
     return '\n\n'.join(parts) + '\n'
 
 
 def index_page() -> str:
     "Return the first page of the API."
     names = sorted(public('learnkit'), key=str.lower)
-    rows = (f'   * - :doc:`{task.title} <{task.slug}>`\n     - {task.intro}' for task in TASKS)
+    rows = [(f':doc:`{task.title} <{task.slug}>`', task.intro) for task in TASKS]
     return INDEX.format(
         pages='\n   '.join(task.slug for task in TASKS),
-        table='\n'.join(['.. list-table::', '   :class: names', '', *rows]),
+        table=table_of_rows(rows),
         names=table([(name, home('learnkit', name)) for name in names]),
     )

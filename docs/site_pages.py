@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import architecture_svg
 import lifecycle_svg
-from site_api import index_page, task_page
-from site_tasks import TASKS
+from site_api import index_page, learner_page, task_page
+from site_tasks import LEARNER_PAGES, TASKS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -91,6 +92,7 @@ def made() -> dict[str, str]:
     known = pages()
     contents = {'api/index.rst': index_page()}
     contents |= {f'api/{task.slug}.rst': task_page(task) for task in TASKS}
+    contents |= {f'api/{page.slug}.rst': learner_page(page) for page in LEARNER_PAGES}
     for path, page in known.items():
         if page.startswith('guides/'):
             contents[page] = guide(path, known)
@@ -103,26 +105,31 @@ def made() -> dict[str, str]:
 
 
 def write_pages(app: Any, config: Any) -> None:
-    "Write pages that have changed, and delete pages that no longer exist."
+    """Write pages that have changed, and delete pages that no longer exist.
+
+    If a page of the API has changed, the pages with the source code are deleted: they link to the API, and
+    `sphinx.ext.viewcode` otherwise writes only those of changed modules."""
     contents = made()
+    changed = False
     for page, text in contents.items():
         path = DOCS / page
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text('utf-8') != text:
             path.write_text(text, 'utf-8')
+            changed |= page.startswith('api/')
     for folder in MADE:
         for path in (DOCS / folder).iterdir():
             if f'{folder}/{path.name}' not in contents:
                 path.unlink()
+    if changed:
+        shutil.rmtree(Path(app.outdir) / '_modules', ignore_errors=True)
 
 
 def relink_page(app: Any, docname: str, content: list[str]) -> None:
-    "Replace the links of a page in docs/; on the first page, list the guide `index` before the others."
+    "Replace the links of a page in docs/."
     if docname.split('/')[0] in MADE:
         return
     content[0] = relinked(content[0], (DOCS / docname).parent, pages())
-    if docname == 'index' and 'guides/index' in app.env.found_docs:
-        content[0] = content[0].replace('\nguides/*', '\nguides/index\nguides/*')
 
 
 def setup(app: Any) -> dict[str, bool]:

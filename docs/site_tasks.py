@@ -1,12 +1,13 @@
-"""Pages of the API: one page for each task, with the modules whose public names belong to it.
+"""Pages of the API: one page for each task, with the modules or the Learner's members that belong to it.
 
-Add a new public module to one of these pages; a test finds a missing module."""
+Add a new public module to one of these pages, and a new public member of the Learner to `LEARNER_PAGES`; tests find
+what is missing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ['PUBLIC_MODULES', 'TASKS', 'Task']
+__all__ = ['LEARNER_PAGES', 'PUBLIC_MODULES', 'TASKS', 'LearnerPage', 'Task']
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,16 @@ class Task:
     title: str
     intro: str  # first paragraph of the page
     modules: tuple[str, ...]  # modules that define the names, without `learnkit.`
+
+
+@dataclass(frozen=True)
+class LearnerPage:
+    "One page about the Learner, with the members for one task."
+
+    slug: str  # name of the page's file
+    title: str
+    intro: str  # first paragraph of the page
+    members: tuple[str, ...]  # methods and properties, in the order of the page
 
 
 # Modules from which users import names.
@@ -30,7 +41,7 @@ _ROWS = (
     (
         'learner',
         'Learner',
-        'The training loop with the data, the model, the loss and the optimizer. This page has all its members.',
+        'The training loop with its data, model, loss and optimizer.',
         'learner',
     ),
     (
@@ -68,10 +79,21 @@ _ROWS = (
     (
         'metrics',
         'Metrics',
-        'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
-        # a source page links to the module that was described first
-        'metrics.whole_set metrics.classification metrics.functional metrics.ranking '
-        'metrics.segmentation metrics.base metrics.averages metrics.direction',
+        'Functions that are averaged over samples or targets: accuracy, errors, perplexity. Metrics of torchmetrics '
+        'can be used as they are.',
+        'metrics.functional',
+    ),
+    (
+        'metrics_scores',
+        'Metrics of a whole set',
+        'Scores that are not a mean over samples: F1, precision, recall, AUC, correlations, Dice.',
+        'metrics.whole_set metrics.classification metrics.ranking metrics.segmentation',
+    ),
+    (
+        'metrics_base',
+        'Write a metric',
+        'Base classes of metrics, and adapters for functions and for other packages.',
+        'metrics.base metrics.averages metrics.direction',
     ),
     (
         'stopping',
@@ -146,3 +168,59 @@ _ROWS = (
 )
 
 TASKS = [Task(slug, title, intro, tuple(modules.split())) for slug, title, intro, modules in _ROWS]
+
+_LEARNER_ROWS = (
+    (
+        'learner_train',
+        'Train with a Learner',
+        'Fit a model, find a learning rate or a batch size, freeze layers, use mixed precision, compile, and train on '
+        'several GPUs.',
+        'fit fit_one_cycle fit_flat_cos fit_sgdr fit_until fine_tune lr_find find_batch_size stop '
+        'freeze freeze_to unfreeze to_bf16 to_fp16 to_fp32 compile distributed launch eval_every create_opt',
+    ),
+    (
+        'learner_evaluate',
+        'Evaluate with a Learner',
+        'Compute the loss and the metrics of a validation or test set, log values, and read the history.',
+        'validate metrics metric_names log history smooth_loss no_bar no_mbar no_logging loss_not_reduced '
+        'validation_context',
+    ),
+    (
+        'learner_predict',
+        'Predict with a Learner',
+        'Predict on new data: one sample, a whole loader, or batch by batch; average over test-time augmentation.',
+        'predict get_preds predict_iter tta show_results',
+    ),
+    (
+        'learner_save',
+        'Save and load a Learner',
+        'Save a model and load the saved model again: weights, a whole Learner, a program for serving, or the complete '
+        'state of a training.',
+        'save load save_learner export checkpoint_state load_checkpoint_state callback_states load_callback_states '
+        'check_resume',
+    ),
+    (
+        'learner_inspect',
+        'Inspect a Learner',
+        'Look at the layers, the events, the callbacks and what they change, and write a report.',
+        'summary report show_training_loop explain trace replay explain_step check_replicas gather_args time finished',
+    ),
+    (
+        'learner_callbacks',
+        'Callbacks of a Learner',
+        'Add and remove callbacks, and release what they hold.',
+        'cbs add_cb add_cbs remove_cb remove_cbs added_cbs removed_cbs ordered_cbs callback_changed contexts close',
+    ),
+    (
+        'learner_loop',
+        "Parts of a Learner's loop",
+        'Call or override the parts of the loop, for a training step of your own.',
+        'train_batch evaluate_batch forward compute_loss optimize report_loss x y step_parameters to_detach train '
+        'one_batch all_batches draw_batches do_evaluation set_loader run',
+    ),
+)
+
+LEARNER_PAGES = [
+    LearnerPage(slug, title, intro, tuple(members.split()))
+    for slug, title, intro, members in _LEARNER_ROWS
+]

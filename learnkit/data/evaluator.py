@@ -25,7 +25,7 @@ class Evaluator:
         metrics: Any = None,  # metrics of the loader; None: the Learner's metrics
     ) -> None:
         if isinstance(dl, Evaluator):
-            raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
+            raise LoaderError('An Evaluator holds a loader, not another Evaluator.')
         self.dl = dl
         self.metrics = metrics
         self.every: Any = every if every == 'fit' else as_every(every)

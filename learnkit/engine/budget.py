@@ -58,7 +58,9 @@ def _parse_time(
             raise TimeError(f"fit({str(total)!r}): say how long one is, `iteration='2ep'`.")
         return int(total.value) * epochs_per_iteration, None
     if total.unit == 'dur':
-        raise TimeError(f'fit({str(total)!r}): a share of what? Give epochs, batches or hours.')
+        raise TimeError(
+            f'fit({str(total)!r}): the total length of the fit is not known. Give epochs, batches or hours.'
+        )
     return None, total
 
 

@@ -78,7 +78,7 @@ class MetricProperties:
             return way
         bare = _strip_prefixes(name)
         raise OptionError(
-            f'Nobody has said whether {name!r} is better when it is higher or lower. Declare it: '
+            f'It is not declared whether {name!r} is better when it is higher or lower. Declare it: '
             f'`MetricProperties(higher={bare!r})`, or `lower=`, which callbacks take as `comp=`.'
         )
 

@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
-from tests.helpers.building import ROOT, build
+from tests.helpers.building import ROOT
 
 SHOTS = Path(__file__).with_name('shots')
 GUIDES = [f'guides/{path.stem}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))]
-PAGES = ['index', 'lifecycle', 'api/learner', *GUIDES]
+PAGES = ['index', 'lifecycle', 'howto/best_model', 'api/learner', 'api/learner_train', *GUIDES]
 pytestmark = pytest.mark.browser
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    "Serves files without logging."
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope='module')
-def address() -> Iterator[str]:
-    "Build the site, serve it locally, and return its address."
-    folder = build()
-    with ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(folder))) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_address[1]}'
-        server.shutdown()
-
-
-@pytest.fixture
-def tab(browser: Any, address: str) -> Iterator[Any]:
-    "A tab that can reach only the site; other requests and console errors are errors."
-    tab, wrong = browser.new_page(viewport={'width': 1280, 'height': 900}), []
-    tab.on(
-        'request', lambda r: None if r.url.startswith((address, 'data:')) else wrong.append(r.url)
-    )
-    tab.on('pageerror', lambda error: wrong.append(str(error)))
-    tab.on('console', lambda m: wrong.append(m.text) if m.type == 'error' else None)
-    yield tab
-    tab.close()
-    assert not wrong
 
 
 def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
@@ -79,7 +44,7 @@ def test_pages_fit_the_window_and_follow_its_colours(
     tab.set_viewport_size({'width': width, 'height': 900})
     for page in PAGES:
         tab.goto(f'{address}/{page}.html')
-        tab.screenshot(path=SHOTS / f'site-{page.rpartition("/")[2]}-{scheme}-{width}.png')
+        tab.screenshot(path=SHOTS / f'site-{page.replace("/", "-")}-{scheme}-{width}.png')
         assert tab.evaluate('document.documentElement.scrollWidth') <= width, page
         style = 'getComputedStyle(document.body)'
         text, ground = tab.evaluate(f'[{style}.color, {style}.backgroundColor]')

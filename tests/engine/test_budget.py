@@ -201,7 +201,7 @@ def test_tokens_match_input_ids() -> None:
         ('5 parsecs', TimeError, '5 parsecs'),
         ('0ba', TimeError, 'positive'),
         ('3iter', TimeError, 'iteration='),
-        ('0.5dur', TimeError, 'share of what'),
+        ('0.5dur', TimeError, '0.5dur'),
         ('3', TimeError, "'3' is not a time"),
         (Time('1.5h') - Time('1.5h'), TimeError, 'positive'),
         ('2.5ep', TimeError, 'whole numbers'),

@@ -23,7 +23,7 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def test_there_are_pages() -> None:
-    assert len(PAGES) >= 21 and all(map(python_blocks, PAGES))
+    assert len(PAGES) >= 24 and all(map(python_blocks, PAGES))
 
 
 @pytest.mark.notebook

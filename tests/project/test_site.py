@@ -46,6 +46,18 @@ def test_the_module_of_every_public_name_belongs_to_an_api_page() -> None:
     assert not missing, 'add each module to a page of docs/site_tasks.py'
 
 
+def test_every_public_member_of_the_learner_is_on_one_page_about_a_task() -> None:
+    pages = runpy.run_path(str(DOCS / 'site_tasks.py'))['LEARNER_PAGES']
+    listed = [name for page in pages for name in page.members]
+    members = {
+        name
+        for cls in learnkit.Learner.__mro__
+        for name, value in vars(cls).items()
+        if not name.startswith('_') and isinstance(value, FunctionType | property)
+    }
+    assert sorted(listed) == sorted(members), 'list each once, in LEARNER_PAGES of site_tasks.py'
+
+
 # -------------------------------------------------------------------------------------- the drawing
 
 
@@ -75,6 +87,14 @@ def test_the_map_is_what_its_script_draws_and_its_page_shows() -> None:
     )
     assert drawn == expected, 'write it again: python docs/architecture_svg.py'
     assert '](architecture.svg)' in (DOCS / 'architecture.md').read_text('utf-8')
+
+
+def test_the_first_page_shows_the_table_and_pictures_of_one_run() -> None:
+    text = (DOCS / 'index.md').read_text('utf-8')
+    right, total = re.search(r'(\d+) of (\d+) validation digits', text).groups()
+    *_, last = re.search(r'```text\n(.*?)\n```', text, re.S)[1].split('\n')
+    assert f'{int(right) / int(total):.6f}' in last
+    assert all((DOCS / name).exists() for name in re.findall(r'\]\((static/[^)]+)\)', text))
 
 
 # ---------------------------------------------------------------------------------------- the pages
