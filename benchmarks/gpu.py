@@ -620,7 +620,7 @@ def check_out_of_memory(setting: Setting) -> str:
     limited = train(True)
     whole = train(False)
     distance = describe_distance(weights_of(limited.model), weights_of(whole.model))
-    return f'microbatches of {limited.microbatches.fitting_size} of {n}; weights {distance}'
+    return f'microbatches of {limited.parts.microbatches.fitting_size} of {n}; weights {distance}'
 
 
 @contextmanager

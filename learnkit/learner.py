@@ -31,7 +31,7 @@ from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.model import WholeBatches, takes_batches
+from learnkit.core.model import takes_batches
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
@@ -39,21 +39,18 @@ from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine import optimizer, own_loop
-from learnkit.engine.advice import Advice
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import check_loss, check_microbatch, check_model, warn_of_rate
 from learnkit.engine.counters import COUNTER_OF_UNIT
-from learnkit.engine.denominator import LossWeights, check_weight_func
+from learnkit.engine.denominator import check_weight_func
 from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
-from learnkit.engine.microbatch import Microbatches
-from learnkit.engine.own_loop import ClosureStep, EventCheck, OwnLoop, list_overrides
-from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.own_loop import EventCheck, list_overrides
+from learnkit.engine.parts import Parts
 from learnkit.engine.run import call_each, note_error, open_level, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
-from learnkit.engine.strategy import SingleProcess
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback, missing_train_eval
 from learnkit.metrics.averages import as_metrics, metrics_of_model
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
     from learnkit.callbacks.history import Values
     from learnkit.callbacks.lr_finder import LRSearch
     from learnkit.callbacks.model_summary import Summary
-    from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.debug.trace import Handlers, Trace
 
@@ -145,11 +141,9 @@ class Learner(Loop):
     5
     """
 
+    parts: Parts
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
-    replay_source: Replay | None = None  # callback that keeps the batch for `replay`
-    # called instead of the default training batch; set by `compile(step=True)`
-    whole_step: Any = None
     stage: int | None = None  # index of the fit in `fine_tune`
     epochs_per_iteration: int | None = None
 
@@ -178,19 +172,11 @@ class Learner(Loop):
         eval_every: str | int | Time | None = '1ep',  # epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
+        self.parts = Parts()
         super().__init__()
-        self.strategy: Any = SingleProcess()  # or SeveralProcesses, of `learn.distributed`
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.error: BaseException | None = None
-        self.resuming: Any = None  # ResumeState of a checkpoint that is not restored yet
         self.resumed = False  # True while a resumed fit fires its first events again
-        self.whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
-        self.passes = TrainingPasses()
-        self.microbatches = Microbatches()
-        self.closure = ClosureStep()
-        self.own_loop = OwnLoop()
-        self.loss_weights = LossWeights()
-        self.advice = Advice()
         self.timings = Timings()
         self.dls = as_dataloaders(dls)
         self.model = model
@@ -216,9 +202,6 @@ class Learner(Loop):
         self.create_mbar = True
         self.opt: Any = None
         self._open_blocks: list[Any] = []  # contexts of open `with learn:` blocks
-        # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
-        self.own_lrs: tuple[Any, Any] = (None, None)
-        self.last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
         if metrics is None and takes_batches(model):
             metrics = metrics_of_model(model)
         self.metrics = metrics
@@ -274,7 +257,7 @@ class Learner(Loop):
             fit_cbs.append(Budget(budget))
         if list_overrides(self):
             fit_cbs.append(EventCheck())
-        fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
+        fit_cbs += self.parts.evaluations.begin(self, epochs_per_iteration)
         with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
             checkpoint = None
             if resume is not None and resume is not False:
@@ -282,10 +265,10 @@ class Learner(Loop):
 
                 checkpoint = find_checkpoint(self, resume)
             optimizer.prepare_opt(self, lr, wd, reset_opt)
-            self.replay_source = None
+            self.parts.replay_source = None
             with (
                 optimizer.training_weights(self),
-                self.strategy.run(self, 'fit'),
+                self.parts.strategy.run(self, 'fit'),
                 fit_seams(self, checkpoint is not None),
                 deferred.paused(),
             ):
@@ -518,7 +501,7 @@ class Learner(Loop):
     @property
     def time(self) -> Timestamp:
         "Epochs, batches, steps, samples, tokens and seconds finished so far, over all fits of this Learner."
-        amounts: dict[str, Any] = self.counters.by_unit()
+        amounts: dict[str, Any] = self.parts.counters.by_unit()
         amounts |= {unit: self.finished(unit) for unit in ('st', 'sec')}
         # rounding may bring a sum of shares above 1
         share = min(self.pct_train, 1.0) if self.fitting else None
@@ -534,10 +517,10 @@ class Learner(Loop):
         (2, 20, 20)
         """
         if unit == 'st':
-            return self.counters.steps + getattr(self.opt, 'n_steps', 0)
+            return self.parts.counters.steps + getattr(self.opt, 'n_steps', 0)
         if unit == 'sec':
-            return self.strategy.seconds(self)
-        return getattr(self.counters, COUNTER_OF_UNIT[unit])
+            return self.parts.strategy.seconds(self)
+        return getattr(self.parts.counters, COUNTER_OF_UNIT[unit])
 
     @property
     def step_parameters(self) -> list[nn.Parameter]:
@@ -554,11 +537,11 @@ class Learner(Loop):
         >>> learn.eval_every
         Time('2ep')
         """
-        return self.evaluations.every
+        return self.parts.evaluations.every
 
     @eval_every.setter
     def eval_every(self, every: Any) -> None:
-        self.evaluations.every = as_every(every)
+        self.parts.evaluations.every = as_every(every)
 
     def stop(self) -> None:
         """End the fit after the current batch or epoch; every `after_*` and checkpoint event still fires.
@@ -574,7 +557,7 @@ class Learner(Loop):
         Several processes that train together end once all of them have agreed to end
         (`DistributedTraining`).
         """
-        self.strategy.stop(self)
+        self.parts.strategy.stop(self)
 
     # -- freezing, precision and compilation -------------------------------------------------------
 
@@ -1153,11 +1136,11 @@ class Learner(Loop):
         >>> learn.history[0]['bs'], learn.history[0]['valid_bs']
         (16.0, 16.0)
         """
-        if self.evaluations.running or 'validate' in self.run.levels:
+        if self.parts.evaluations.running or 'validate' in self.run.levels:
             name = (
                 f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
             )
-        self.callbacks.notify('receive_log', name, value, weight, shown)
+        self.parts.callbacks.notify('receive_log', name, value, weight, shown)
 
     def show_training_loop(self) -> None:
         """Print the events of a fit in order with the callbacks that run at each, and who holds each seam of the loop.
@@ -1379,7 +1362,7 @@ class Learner(Loop):
         contexts = [
             self.no_logging,
             self.no_mbar,
-            lambda: self.lock,
+            lambda: self.parts.lock,
             lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
         ]
         return enter_all(contexts if inner else [*contexts, self._fire_outer_events])
@@ -1387,7 +1370,7 @@ class Learner(Loop):
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''):
+        with self.parts.strategy.run(self, ''):
             self(_before_epoch)  # no level is open: a with-block cannot be skipped
             with open_level(self, 'fit'), open_level(self, 'epoch'):
                 yield self
@@ -1436,8 +1419,8 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
-        self.replay_source = None
-        self.passes.forget()
+        self.parts.replay_source = None
+        self.parts.passes.forget()
         if self not in _open_learners:
             return []
         _open_learners.discard(self)

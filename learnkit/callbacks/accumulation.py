@@ -148,7 +148,7 @@ class GradientAccumulation(Callback):
     def will_step(self) -> bool:
         "Return True if the current batch ends with a step."
         total = self._find_sum()
-        n = self.learn.strategy.count_samples(self.learn)
+        n = self.learn.parts.strategy.count_samples(self.learn)
         return self._is_due(total.n_samples + n, total.n_batches + 1)
 
     def _is_due(self, n_samples: int, n_batches: int) -> bool:
@@ -160,7 +160,7 @@ class GradientAccumulation(Callback):
 
     def _measure(self) -> tuple[int, Any]:
         "Return number of samples and weight of the batch; the weight is None for a 'sum' loss."
-        strategy = self.learn.strategy
+        strategy = self.learn.parts.strategy
         return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
 
     def _count_batch(self, total: StepSum) -> None:
@@ -203,7 +203,7 @@ class GradientAccumulation(Callback):
         "Take a step for the samples left over."
         for turn, total in sorted(self._sums.items()):
             if total.n_samples and total.stepped:
-                with self.learn.own_loop.opened(self.learn, OptimizeCall(turn or None)):
+                with self.learn.parts.own_loop.opened(self.learn, OptimizeCall(turn or None)):
                     self._step_for_rest()
 
     def _step_for_rest(self) -> None:

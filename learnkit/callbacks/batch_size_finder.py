@@ -52,16 +52,16 @@ def find_batch_size(
     ]
     with (
         deferred_interrupts() as deferred,
-        learn.lock,
+        learn.parts.lock,
         learn.removed_cbs(left_out),
         learn.no_bar(),
         restored(learn, on_host=True),
         learn.no_logging(),
         deferred.paused(),
     ):
-        learn.passes = _SameBatch(batch)
-        learn.evaluations = NoEvaluations()
-        learn.microbatch = learn.whole_step = None
+        learn.parts.passes = _SameBatch(batch)
+        learn.parts.evaluations = NoEvaluations()
+        learn.microbatch = learn.parts.whole_step = None
         return _search(learn, trial, max_size, exact)
 
 

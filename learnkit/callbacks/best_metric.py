@@ -104,7 +104,7 @@ class BestMetric(TrackerCallback):
         for name, at_best in self.at_best.items():
             if at_best is not None:
                 # replaces this epoch's earlier value, without the prefix of a loader
-                self.learn.callbacks.notify('receive_log', f'best/{name}', at_best, None)
+                self.learn.parts.callbacks.notify('receive_log', f'best/{name}', at_best, None)
 
     def after_fit(self) -> None:
         "Print the best values."

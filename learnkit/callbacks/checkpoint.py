@@ -165,7 +165,7 @@ class Checkpoint(Callback):
             self._interval.start(learn)
         self._monitored = self._find_monitored_name()
         self._lock_folder()
-        self._begin_run(learn.resuming)
+        self._begin_run(learn.parts.resuming)
         self._value = self._measured_at = None
         self._best_values = []
         self._begin_trainable()
@@ -256,7 +256,7 @@ class Checkpoint(Callback):
 
     def _get_value(self) -> float | None:
         "Return the monitored value if the current weights are the weights that were evaluated."
-        return self._value if self._measured_at == self.learn.counters.batches else None
+        return self._value if self._measured_at == self.learn.parts.counters.batches else None
 
     def _is_new_best(self) -> bool:
         "Return True once for a value of `monitor` that is one of the best so far."
@@ -316,7 +316,7 @@ class Checkpoint(Callback):
         if not self._has_warned:
             self._has_warned = True
             warn_of_lost_attributes(self.learn)
-            self.learn.passes.warn_of_lost_state(self.learn, point == 'batch')
+            self.learn.parts.passes.warn_of_lost_state(self.learn, point == 'batch')
 
     def _write_own_files(self) -> tuple[Path, dict[str, Any]]:
         "Return the path of the next checkpoint, and the files that callbacks have written for it in rank 0."
@@ -377,7 +377,7 @@ class Checkpoint(Callback):
             return
         if self._is_outer_fit():
             self._value = as_number(self, name, row[name])
-            self._measured_at = self.learn.counters.batches
+            self._measured_at = self.learn.parts.counters.batches
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if self._writers is not None:

@@ -65,7 +65,7 @@ def compile_learner(learn: Learner, step: bool, **options: Any) -> Any:
         # importing torch's compiler raises deprecation warnings of torch itself
         warnings.simplefilter('ignore', DeprecationWarning)
         if step:
-            learn.whole_step = WholeStep(learn, options)
+            learn.parts.whole_step = WholeStep(learn, options)
         else:
             learn.model._compiled_call_impl = torch.compile(make_caller(learn.model), **options)
     return learn
@@ -73,9 +73,9 @@ def compile_learner(learn: Learner, step: bool, **options: Any) -> Any:
 
 def explain_step(learn: Learner) -> str:
     "Return a sentence that names the training step in use, compiled or ordinary, and the reason."
-    if learn.whole_step is None:
+    if learn.parts.whole_step is None:
         return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
-    return learn.whole_step.explain()
+    return learn.parts.whole_step.explain()
 
 
 # ------------------------------------------------------------------------------- choice of the step
@@ -84,7 +84,7 @@ def explain_step(learn: Learner) -> str:
 class WholeStep:
     """Training step of a Learner: compiled if possible, otherwise ordinary.
 
-    The loop calls `learn.whole_step` in place of `train_batch`. Before every batch it checks for
+    The loop calls `learn.parts.whole_step` in place of `train_batch`. Before every batch it checks for
     changes since the last batch: handlers, hooks, gradients, numbers, shapes. The checks take two or
     three microseconds in total.
     """
@@ -151,7 +151,7 @@ class WholeStep:
     def _find_blocks(self) -> list[str]:
         "Return the temporary conditions that need the ordinary step, such as handlers."
         learn = self.learn
-        table: dict[str, Any] = learn.callbacks.tables[True]
+        table: dict[str, Any] = learn.parts.callbacks.tables[True]
         # the table drops this entry, like all others, when callbacks change
         entries = table.get('whole step')
         if entries is None:
@@ -163,7 +163,9 @@ class WholeStep:
         found = [reason for reason, switch in entries if switch]
         if learn.microbatch:
             found.append('batches are split into microbatches')
-        if learn.batch_device is not None and is_autocast_enabled(learn.batch_device.type):
+        if learn.parts.batch_device is not None and is_autocast_enabled(
+            learn.parts.batch_device.type
+        ):
             found.append('autocast is active')
         return found
 

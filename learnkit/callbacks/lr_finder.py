@@ -161,7 +161,7 @@ class LRFinder(ParamScheduler):
         if self._undoes_fit:
             state = [learn.model, learn.loss_func, learn.opt]
             self._cleanups.enter_context(restored_objects(learn, state))
-        self._cleanups.enter_context(replacing_yield(learn, 'evaluations', NoEvaluations()))
+        self._cleanups.enter_context(replacing_yield(learn.parts, 'evaluations', NoEvaluations()))
 
     @override
     def before_batch(self) -> None:
@@ -246,7 +246,7 @@ def lr_find(
     left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_find')]
     with (
         deferred_interrupts() as deferred,
-        learn.lock,
+        learn.parts.lock,
         learn.removed_cbs(left_out),
         restored(learn),
         learn.no_logging(),

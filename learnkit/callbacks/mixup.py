@@ -112,7 +112,9 @@ class MixHandler(Callback):
                 f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                 'Use one of them in a fit.'
             )
-        self.learn.loss_weights.averages_samples = True  # whatever the plain loss averages over
+        self.learn.parts.loss_weights.averages_samples = (
+            True  # whatever the plain loss averages over
+        )
         if list_overrides(self.learn):
             self._has_blended = False
             self.after_batch = self._check_blended  # type: ignore[method-assign]
@@ -141,7 +143,7 @@ class MixHandler(Callback):
             )
 
     def cleanup(self) -> None:
-        self.learn.loss_weights.averages_samples = False
+        self.learn.parts.loss_weights.averages_samples = False
         self._forget()
         if 'after_batch' in self.__dict__:
             del self.after_batch
@@ -167,7 +169,7 @@ class MixHandler(Callback):
     def _take_targets(self) -> tuple[Any, Any]:
         "Return targets of partners and shares for the current microbatch; microbatches come in order."
         learn = self.learn
-        start = self._n_taken if learn.microbatches.index else 0
+        start = self._n_taken if learn.parts.microbatches.index else 0
         self._n_taken = start + count_samples(learn)
         batch = self.yb1 if self._order is None else (self._order,)
         n = find_bs(batch)

@@ -220,7 +220,7 @@ def _make_notes(learn: Learner) -> Iterator[str]:
         frozen = getattr(learn.opt, 'frozen_idx', 0)
         yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
     yield '\nCallbacks:'
-    for cb in learn.callbacks.list_ordered():
+    for cb in learn.parts.callbacks.list_ordered():
         yield f'  - {cb}'
 
 

@@ -107,7 +107,7 @@ class GuardNonFinite(Callback):
     def before_backward(self) -> None:
         "Check the loss."
         learn = self.learn
-        if learn.closure.repeating and learn.opt.needs_closure:
+        if learn.parts.closure.repeating and learn.opt.needs_closure:
             return  # a line search tries steps that may be too long
         if learn.loss_grad.numel() != 1:
             return  # the loop raises an error
@@ -118,7 +118,7 @@ class GuardNonFinite(Callback):
 
     def before_step(self) -> None:
         "Check the gradients."
-        if not self.grads or self.learn.closure.repeating:
+        if not self.grads or self.learn.parts.closure.repeating:
             return
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
         if self.learn.world.any(is_bad):
@@ -160,7 +160,7 @@ class GuardNonFinite(Callback):
         self._has_warned = True
         self._is_skipping = True
         if skip is CancelBatchException:
-            if self.learn.closure.repeating:
+            if self.learn.parts.closure.repeating:
                 self.learn.opt.zero_grad()  # of the microbatches of SAM's second pass
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip

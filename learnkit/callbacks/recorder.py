@@ -180,11 +180,15 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
         learn = self.learn
-        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
+        if (
+            not learn.training
+            or learn.parts.closure.repeating
+            or not learn.parts.strategy.has_local_samples
+        ):
             return
         if learn.microbatch != 'auto':
             return self._accumulate(learn)
-        if not learn.microbatches.index:
+        if not learn.parts.microbatches.index:
             self._microbatches = []
         self._microbatches.append(KeptMicrobatch(learn))
 
@@ -223,7 +227,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self.smooth_loss.accumulate(learn, self._loss_weight())
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
-            if self._train and not learn.microbatch and learn.strategy.has_local_samples:
+            if self._train and not learn.microbatch and learn.parts.strategy.has_local_samples:
                 self._accumulate(learn)
             while self._microbatches:
                 self._accumulate(self._microbatches.pop(0))
@@ -233,12 +237,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _loss_weight(self) -> Any:
         "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
-        if learn.world.size > 1 and not learn.strategy.has_local_samples:
+        if learn.world.size > 1 and not learn.parts.strategy.has_local_samples:
             return 0
         if self.train_loss == 'smooth' and learn.world.size == 1:
             return 1
         try:
-            return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
+            return learn.parts.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
         except BatchError:
             return 1  # the number of samples is unknown
 
@@ -342,7 +346,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return True on a rank whose batch only fills up the round of the other ranks."
         learn = self.learn
         has_batch = is_open(learn, 'train') or is_open(learn, 'validate')
-        return has_batch and not learn.strategy.has_local_samples
+        return has_batch and not learn.parts.strategy.has_local_samples
 
     def after_epoch(self) -> None:
         current = self.epoch_metrics
@@ -402,7 +406,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.smooth_loss.replace(self._n_before, *merged)
 
     def _reduction(self) -> str:
-        return 'sum' if self.learn.loss_weights.is_sum(self.learn) else 'mean'
+        return 'sum' if self.learn.parts.loss_weights.is_sum(self.learn) else 'mean'
 
     def _merge_logged(self, seconds: float) -> float:
         "Merge the logged values of all ranks, and return the seconds of the first rank."

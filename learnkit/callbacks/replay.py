@@ -84,7 +84,7 @@ class Replay(Callback):
             self._reset()
         self._current = self._failed = self._indices = None
         self._error_notes = ''
-        self.learn.replay_source = self
+        self.learn.parts.replay_source = self
 
     def before_train(self) -> None:
         self._record_run()
@@ -97,7 +97,7 @@ class Replay(Callback):
             learn.batch,
             capture_rng(),
             {name: own[name] for name in STATE},
-            learn.counters.by_unit(),
+            learn.parts.counters.by_unit(),
             [(cb, cb.state_dict()) for cb in learn.cbs if isinstance(cb, GradientAccumulation)],
         )
         if learn.training:
@@ -112,7 +112,7 @@ class Replay(Callback):
         self._failed = self._current
         self._error_notes = ' '.join(getattr(self.learn.error, '__notes__', ()))
         if self._current is not None and self._current.state['training']:
-            self._indices = self.learn.passes.indices(self.learn)
+            self._indices = self.learn.parts.passes.indices(self.learn)
 
     def _record_run(self) -> None:
         "Keep the training modes of the modules, and the callbacks."
@@ -129,7 +129,7 @@ def replay(
     detect_anomaly: bool,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
     "Repeat a batch; see `Learner.replay`."
-    source = learn.replay_source
+    source = learn.parts.replay_source
     if learn.run.depth:
         raise FitError('A run is under way. Replay a batch when it is over.')
     drawn = None if source is None else source._failed or source._trained
@@ -173,13 +173,13 @@ def repeat(learn: Learner, source: Replay, drawn: Drawn, detect_anomaly: bool) -
     "Open the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train' if training else 'validate')
-    learn.whole_step = None  # a compiled step has no events inside
-    learn.passes = KnownPass(source._indices)
+    learn.parts.whole_step = None  # a compiled step has no events inside
+    learn.parts.passes = KnownPass(source._indices)
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
 
     with (
-        learn.strategy.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
+        learn.parts.strategy.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
         fit_seams(learn, is_resumed=False),
         torch.set_grad_enabled(training),
     ):
@@ -219,4 +219,4 @@ class KnownPass(TrainingPasses):
 def restore_position(learn: Learner, drawn: Drawn) -> None:
     "Restore the Learner's position in the loop at which the batch was drawn."
     vars(learn).update(drawn.state, batch=drawn.batch)
-    learn.counters.load_units(drawn.done)
+    learn.parts.counters.load_units(drawn.done)

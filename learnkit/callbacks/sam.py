@@ -80,7 +80,7 @@ class SAM(Callback):
         params = [p for p in learn.step_parameters if p.grad is not None]
         if not params:
             return
-        if learn.own_loop.call is not None and learn.own_loop.call.compute is None:
+        if learn.parts.own_loop.call is not None and learn.parts.own_loop.call.compute is None:
             raise make_repeat_error('SAM')
         self._repeat_passes(params)
 
@@ -93,7 +93,7 @@ class SAM(Callback):
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
-            learn.closure.repeat(learn)
+            learn.parts.closure.repeat(learn)
         finally:
             self._restore()
         learn.__dict__.update(recorded)

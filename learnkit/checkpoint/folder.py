@@ -234,13 +234,13 @@ def write_own_files(
 
     An interrupted write leaves a folder without a checkpoint's file. `sweep_folders` removes it.
     """
-    writers = [cb for cb in learn.callbacks if has_own_files(cb)]
+    writers = [cb for cb in learn.parts.callbacks if has_own_files(cb)]
     if not writers:
         return {}
     folder = path.with_suffix(OWN_FILES)
     shutil.rmtree(folder, ignore_errors=True)
     for cb in writers:
-        own = folder / learn.callbacks.keys[id(cb)]
+        own = folder / learn.parts.callbacks.keys[id(cb)]
         own.mkdir(parents=True)
         cb.save_to_checkpoint(own)
     files = [file for file in sorted(folder.rglob('*')) if file.is_file()]
@@ -262,7 +262,7 @@ def read_own_files(
         if not has_own_files(cb):
             read(path.parent, learn.model)
             continue
-        own = path.with_suffix(OWN_FILES) / learn.callbacks.keys[id(cb)]
+        own = path.with_suffix(OWN_FILES) / learn.parts.callbacks.keys[id(cb)]
         if own.is_dir():  # the callback may be newer than the checkpoint
             read(own, learn.model)
 

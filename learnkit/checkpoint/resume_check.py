@@ -110,7 +110,7 @@ def check_resume(
     writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
     with (
         deferred_interrupts() as deferred,
-        learn.lock,
+        learn.parts.lock,
         learn.removed_cbs(writers),
         TemporaryDirectory() as folder,
         patch.object(learn, 'path', Path(folder)),

@@ -83,7 +83,7 @@ def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
             'state in half of its parts. Call it before `fit`.'
         )
     state = add_frozen_weights(learn.model, check_state(state))
-    r = learn.strategy.take_own_state(learn, ResumeState(state, restore_state))
+    r = learn.parts.strategy.take_own_state(learn, ResumeState(state, restore_state))
     with ensure_optimizer(learn, needed=state['optimizer'] is not None):
         _check_fits(learn, r)
     _load_weights(learn, r)
@@ -105,11 +105,11 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         },
         'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
-        'position': learn.passes.state_dict(learn, within_epoch) if point else None,
+        'position': learn.parts.passes.state_dict(learn, within_epoch) if point else None,
         'callbacks': learn.callback_states(),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
-    full_state: dict[str, Any] = learn.strategy.add_own_state(learn, state)
+    full_state: dict[str, Any] = learn.parts.strategy.add_own_state(learn, state)
     return full_state
 
 
@@ -127,7 +127,7 @@ def _collect_trained(learn: Learner) -> dict[str, Any]:
 def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the counters of the loop; `point` names the point of the loop, as in `SAVE_POINTS`."
     loss = getattr(learn, 'loss', None)
-    n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.passes.n_drawn
+    n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.parts.passes.n_drawn
     return {
         **{name: getattr(learn, name) for name in COUNTERS},
         'place': point,
@@ -136,18 +136,18 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         'n_iter': learn.n_iter,
         'n_epoch': learn.n_epoch,
         'stopping': learn.run.stopping,
-        'done': learn.counters.by_unit(),
+        'done': learn.parts.counters.by_unit(),
         'n_steps': getattr(learn.opt, 'n_steps', 0),
         'seconds': learn.finished('sec'),
         'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
-        'fitting_size': learn.microbatches.fitting_size,
-        'evaluations': learn.evaluations.state_dict(),
+        'fitting_size': learn.parts.microbatches.fitting_size,
+        'evaluations': learn.parts.evaluations.state_dict(),
     }
 
 
 def find_checkpoint(learn: Learner, resume: Any) -> ResumeState | None:
     "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
-    r: ResumeState | None = learn.strategy.find_checkpoint(
+    r: ResumeState | None = learn.parts.strategy.find_checkpoint(
         learn, resume, partial(_find_on_rank, learn)
     )
     return r
@@ -188,8 +188,8 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
 def begin_resume(learn: Learner, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
-    r = learn.resuming = learn.strategy.take_own_state(learn, resume)
-    learn.passes.forget()
+    r = learn.parts.resuming = learn.parts.strategy.take_own_state(learn, resume)
+    learn.parts.passes.forget()
     _check_fits(learn, r)
     position = r.state['position']
     if position is not None:
@@ -284,7 +284,7 @@ def _find_trained(state: Mapping[str, Any]) -> Stored:
 
 def restore_state(learn: Learner, resume: ResumeState) -> None:
     "Restore all state, random generators last."
-    learn.resuming = None
+    learn.parts.resuming = None
     learn.resumed = False
     state = resume.state
     load_stored(learn, _find_trained(state))
@@ -296,7 +296,7 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
             read_own_files(learn, resume.path)
     resume.before = None
     restore_rng(state['rng'])
-    learn.strategy.after_restore(learn, resume)
+    learn.parts.strategy.after_restore(learn, resume)
 
 
 def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     for name in COUNTERS:
         setattr(learn, name, loop[name])
     learn.n_iter = loop['n_iter']
-    learn.passes.n_drawn = loop['n_drawn']
+    learn.parts.passes.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:
         learn.pct_train = pct_train
@@ -315,23 +315,23 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
             epoch_share = loop['n_drawn'] / loop['n_iter'] if is_within else 1.0
             learn.pct_train = (loop['epoch'] + epoch_share) / n_epoch
     learn.run.stopping = loop['stopping']
-    learn.counters.load_units(loop['done'])
-    learn.microbatches.fitting_size = loop['fitting_size']
-    learn.evaluations.load_state_dict(loop['evaluations'])
+    learn.parts.counters.load_units(loop['done'])
+    learn.parts.microbatches.fitting_size = loop['fitting_size']
+    learn.parts.evaluations.load_state_dict(loop['evaluations'])
     if learn.opt is not None:
         learn.opt.n_steps = loop['n_steps']
-    learn.counters.seconds = loop['seconds']
-    if learn.counters.fit_began is not None:
-        learn.counters.fit_began = perf_counter()
+    learn.parts.counters.seconds = loop['seconds']
+    if learn.parts.counters.fit_began is not None:
+        learn.parts.counters.fit_began = perf_counter()
     if loop['loss'] is not None:
-        learn.loss = loop['loss'].to(learn.batch_device or 'cpu', copy=True)
+        learn.loss = loop['loss'].to(learn.parts.batch_device or 'cpu', copy=True)
 
 
 @contextmanager
 def _roll_back_on_error(learn: Learner, r: ResumeState) -> Iterator[None]:
     "If the block fails, restore weights, optimizers, callbacks' states and the counters of all fits."
     states = copy_to_host(learn.callback_states())
-    done = learn.counters.by_unit()
+    done = learn.parts.counters.by_unit()
     n_steps = getattr(learn.opt, 'n_steps', 0)
     try:
         yield
@@ -340,7 +340,7 @@ def _roll_back_on_error(learn: Learner, r: ResumeState) -> Iterator[None]:
             add_note(e, f'while {r.path} was put in place')
         if r.before is not None:
             load_stored(learn, _find_trained(r.before))
-        learn.counters.load_units(done)
+        learn.parts.counters.load_units(done)
         if learn.opt is not None:
             learn.opt.n_steps = n_steps
         with suppress(Exception):

@@ -212,8 +212,8 @@ def call_module(
     module: nn.Module,  # its model, or the wrapper that is called in training
 ) -> Any:
     "Call a module with the inputs of the batch, or with the whole batch if it has Composer's interface."
-    if learn.whole_batches is not None:
-        return learn.whole_batches.call(learn, module)
+    if learn.parts.whole_batches is not None:
+        return learn.parts.whole_batches.call(learn, module)
     return apply_model(module, learn.xb)
 
 

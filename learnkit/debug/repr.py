@@ -90,7 +90,7 @@ def _list_metrics(learn: Learner) -> str:
 
 
 def _list_callbacks(learn: Learner) -> list[str]:
-    return [repr(cb) for cb in learn.callbacks.list_ordered()]
+    return [repr(cb) for cb in learn.parts.callbacks.list_ordered()]
 
 
 def _describe_progress(learn: Learner) -> str:

@@ -85,12 +85,12 @@ class Trace(list[Change]):
 def explain(learn: Learner, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
-    evaluation, training = (table[name] for table in learn.callbacks.tables)
+    evaluation, training = (table[name] for table in learn.parts.callbacks.tables)
     entries = {id(entry[2]): entry for entry in [*evaluation, *training]}
     in_training = {id(entry[2]) for entry in training}
     in_evaluation = {id(entry[2]) for entry in evaluation}
     handlers = Handlers()
-    for cb in learn.callbacks.list_ordered():
+    for cb in learn.parts.callbacks.list_ordered():
         key = id(cb)
         if key not in entries:
             continue
@@ -137,15 +137,15 @@ def trace(learn: Learner) -> Iterator[Trace]:
 def _replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
     learn.timings.stop(learn)
-    original_tables = learn.tables
-    callbacks = learn.callbacks
+    original_tables = learn.parts.tables
+    callbacks = learn.parts.callbacks
     tables = tuple(make(table) for table in original_tables)
     callbacks.more_tables.extend(tables)
-    learn.tables = tables
+    learn.parts.tables = tables
     try:
         yield
     finally:
-        learn.tables = original_tables
+        learn.parts.tables = original_tables
         table_ids = {id(table) for table in tables}
         callbacks.more_tables[:] = [t for t in callbacks.more_tables if id(t) not in table_ids]
 

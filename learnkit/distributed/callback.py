@@ -139,7 +139,7 @@ class DistributedTraining(Callback):
         self._saved_attributes = {'dls': learn.dls, 'logger': learn.logger}
         self.failures = Failures(world)
         learn.world = world
-        learn.strategy = SeveralProcesses(self)
+        learn.parts.strategy = SeveralProcesses(self)
         try:
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
@@ -164,7 +164,7 @@ class DistributedTraining(Callback):
     def _collect_shared_options(self) -> dict[str, str]:
         "Return the options and lengths that must be equal on all ranks, in addition to the model."
         lengths = {} if self.sharded_already else describe_loaders(self.learn.dls)
-        counts = [f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items()]
+        counts = [f'{n} {unit}' for unit, n in self.learn.parts.counters.by_unit().items()]
         names = ('strategy', 'strategy_options', 'batch_size', 'sharded_already')
         shared = {f'option {name}': repr(getattr(self, name)) for name in names}
         return {**lengths, 'trained so far': ', '.join(counts), **shared}
@@ -210,7 +210,7 @@ class DistributedTraining(Callback):
             for name, value in saved.items():
                 setattr(learn, name, value)
             learn.world = SINGLE_RANK
-            learn.strategy = SingleProcess()
+            learn.parts.strategy = SingleProcess()
             world.leave()
 
     def fail(
@@ -244,7 +244,7 @@ class DistributedTraining(Callback):
                 '`learn.dls` was set while several processes train: each would train on all of it. Set it before '
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
-        world.reset(clock=max(world.gather(learn.counters.elapsed())))
+        world.reset(clock=max(world.gather(learn.parts.counters.elapsed())))
 
     def before_train(self) -> None:
         self.parallelism.prepare(self.learn)
@@ -266,7 +266,7 @@ class DistributedTraining(Callback):
         for sampler in list_samplers(dl):
             set_epoch = getattr(sampler, 'set_epoch', None)
             if set_epoch is not None:
-                return set_epoch(self.learn.counters.epochs)  # epochs of all fits
+                return set_epoch(self.learn.parts.counters.epochs)  # epochs of all fits
 
     # -- each batch --------------------------------------------------------------------------------
 
@@ -303,15 +303,15 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.weights is None and has_weights(learn) and not learn.microbatch:
             self.sum_weights()
-        averages = not learn.own_loop.calls_modules and self._will_step()
+        averages = not learn.parts.own_loop.calls_modules and self._will_step()
         batch.local = not averages
         return self.parallelism.begin_pass(learn, averages)
 
     def _will_step(self) -> bool:
         learn = self.learn
-        if learn.microbatch and not learn.microbatches.is_last:
+        if learn.microbatch and not learn.parts.microbatches.is_last:
             return False
-        deciders = [declared(cb, 'will_step') for cb in learn.callbacks.list_ordered()]
+        deciders = [declared(cb, 'will_step') for cb in learn.parts.callbacks.list_ordered()]
         return all(will_step() for will_step in deciders if will_step is not None)
 
     def after_pred(self) -> None:
@@ -334,26 +334,30 @@ class DistributedTraining(Callback):
             return
         share = self.batch.share
         if share is not None:
-            learn.counters.samples += share[1] - sample_count(learn)
+            learn.parts.counters.samples += share[1] - sample_count(learn)
         if learn.token_func or (learn.xb and isinstance(learn.xb[0], Mapping)):
             n = token_count(learn)
             own = n if self.has_local_samples else 0
-            learn.counters.tokens += int(learn.world.sum(torch.tensor(own))) - n
+            learn.parts.counters.tokens += int(learn.world.sum(torch.tensor(own))) - n
 
     def sum_weights(self) -> tuple[Tensor, Callable[[], Tensor]]:
         "Return this batch's weight, and f() -> the sum over ranks, which starts with the first call."
         if self.batch.weights is None:
             learn = self.learn
             # a filler does not count
-            has_samples = learn.strategy.own_samples(learn) > 0
-            weight = learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb) if has_samples else 0
-            own = torch.as_tensor(weight, dtype=torch.float64, device=learn.batch_device)
+            has_samples = learn.parts.strategy.own_samples(learn) > 0
+            weight = (
+                learn.parts.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
+                if has_samples
+                else 0
+            )
+            own = torch.as_tensor(weight, dtype=torch.float64, device=learn.parts.batch_device)
             self.batch.weights = own, learn.world.start_sum(own)
         return self.batch.weights
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
-        n = self.learn.counters.batches % self._interval
+        n = self.learn.parts.counters.batches % self._interval
         # one batch after an exchange has begun, its values are received
         if n in (0, 1 % self._interval):
             self._agree(partial(world.exchange, n == 0))
@@ -374,7 +378,7 @@ class DistributedTraining(Callback):
 
     def _agree(self, exchange: Callable[[], T]) -> T:
         learn = self.learn
-        learn.world.post('clock', learn.counters.elapsed())
+        learn.world.post('clock', learn.parts.counters.elapsed())
         result = exchange()
         if learn.world.value('stop'):
             learn.run.stopping = True
@@ -393,20 +397,20 @@ class GradientMean(Callback):
     def before_batch(self) -> None:
         "Weigh the whole batch before it is split into microbatches."
         learn = self.learn
-        team = learn.strategy.team
+        team = learn.parts.strategy.team
         if team is not None and learn.microbatch and has_weights(learn):
             team.sum_weights()
 
     def before_backward(self) -> None:
         "Multiply the loss by this rank's share of the batch."
-        factor = self.learn.strategy.gradient_share(self.learn)
+        factor = self.learn.parts.strategy.gradient_share(self.learn)
         if isinstance(factor, Tensor) or factor != 1:
             self.learn.loss_grad = self.learn.loss_grad * factor
 
     def before_step(self) -> None:
         "Average gradients that the backward pass has not reduced, and gradients of the loss function's parameters."
         learn = self.learn
-        team = learn.strategy.team
+        team = learn.parts.strategy.team
         if team is None:
             return
         batch = team.batch
@@ -419,7 +423,7 @@ class GradientMean(Callback):
 
     def before_validate(self) -> None:
         "Broadcast buffers again, because averaged weights may include buffers."
-        team = self.learn.strategy.team
+        team = self.learn.parts.strategy.team
         if team is not None:
             team.parallelism.share_buffers(self.learn)
 
@@ -435,5 +439,5 @@ def make_parallelism(strategy: str, options: Mapping[str, Any]) -> Parallelism:
 
 def has_weights(learn: Learner) -> bool:
     "Return True if batches with as many samples may weigh differently in the mean over ranks."
-    weights = learn.loss_weights
+    weights = learn.parts.loss_weights
     return not weights.is_sum(learn) and not weights.are_samples(learn)

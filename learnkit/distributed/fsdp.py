@@ -107,7 +107,7 @@ class Sharded(Parallelism):
             self.share_buffers(learn)
             return replace_model(learn, original)
         learn.model = original
-        learn.callbacks.notify('on_weights_restored')
+        learn.parts.callbacks.notify('on_weights_restored')
         if learn.opt is not None:
             learn.create_opt()
 

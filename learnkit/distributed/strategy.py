@@ -93,9 +93,9 @@ class SeveralProcesses(SingleProcess):
         Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""
         size = learn.world.size
         share = self.team.batch.share
-        if learn.loss_weights.is_sum(learn):
+        if learn.parts.loss_weights.is_sum(learn):
             return size if self.own_samples(learn) else 0
-        if learn.loss_weights.are_samples(learn):
+        if learn.parts.loss_weights.are_samples(learn):
             own, total = share or (1, size)
             return 1 if own * size == total else own * size / total
         weight, total_weight = self.team.sum_weights()
@@ -128,9 +128,9 @@ class SeveralProcesses(SingleProcess):
     @override
     def total_weight(self, learn: Learner) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
-        if learn.loss_weights.is_sum(learn):
+        if learn.parts.loss_weights.is_sum(learn):
             return None
-        if learn.loss_weights.are_samples(learn):
+        if learn.parts.loss_weights.are_samples(learn):
             return self.count_samples(learn)
         _, total_weight = self.team.sum_weights()
         return total_weight()
@@ -189,7 +189,7 @@ class SeveralProcesses(SingleProcess):
     @override
     def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
-        learn.world.reset(clock=learn.counters.seconds)
+        learn.world.reset(clock=learn.parts.counters.seconds)
 
 
 def check_world(world: Comm) -> None:

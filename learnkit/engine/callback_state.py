@@ -56,7 +56,7 @@ def callback_states(learn: Learner) -> dict[str, Any]:
         if state is None:
             continue
         try:
-            states[learn.callbacks.keys[id(cb)]] = to_plain(state, 'state_dict()')
+            states[learn.parts.callbacks.keys[id(cb)]] = to_plain(state, 'state_dict()')
         except OptionError as e:
             raise CallbackError(f'{type(cb).__name__}: {e}') from None
     return states
@@ -70,7 +70,7 @@ def load_callback_states(
 
     Warns of the `state_dict` of a callback that is gone, and of a stateful callback without a state.
     """
-    keys = {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
+    keys = {learn.parts.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
     stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
     for key, state in states.items():
         # attributes of a callback that is gone are no loss
@@ -98,7 +98,7 @@ def collect_nondeterministic_state(learn: Learner) -> dict[str, list[str]]:
 
     The key '*' stands for every callback.
     """
-    keys = learn.callbacks.keys
+    keys = learn.parts.callbacks.keys
     names = {keys[id(cb)]: declared(cb, 'nondeterministic_state', ()) for cb in learn.cbs}
     found = {key: list(value) for key, value in names.items() if value}
     measuring = [cb for cb in learn.cbs if declared(cb, 'machine_dependent')]

@@ -36,7 +36,7 @@ class Counters:
 
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2)
-    >>> learn.counters.epochs, learn.counters.batches, learn.counters.samples
+    >>> learn.parts.counters.epochs, learn.parts.counters.batches, learn.parts.counters.samples
     (2, 20, 320)
     """
 
@@ -140,4 +140,4 @@ def sample_count(learn: Learner) -> int:
 def check_countable(learn: Learner, time: Time) -> None:
     "Let TrainEvalCallback raise `TimeError` at the first batch if an amount in samples or tokens is not counted."
     if time.unit in ('sp', 'tok'):
-        learn.counters.needed.append(time)
+        learn.parts.counters.needed.append(time)

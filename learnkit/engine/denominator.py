@@ -244,7 +244,7 @@ def check_is_mean(
     Raises `LossError` for a sum over samples without an attribute `reduction = 'sum'`, and warns of any other loss
     that is not the mean of the losses of the parts, weighted by their numbers of samples.
     """
-    weights = learn.loss_weights
+    weights = learn.parts.loss_weights
     denominator = weights.denominator(learn)
     is_given = learn.weight_func is not None or learn.loss_func is None or weights.is_sum(learn)
     if is_given or not isinstance(denominator, Unknown) or weights.averages_samples:

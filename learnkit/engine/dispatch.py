@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -190,33 +189,31 @@ class CallbackHost:
 
     training: bool
     run: Any  # `Run`: state of the current run
+    parts: Any  # Parts
 
     def __init__(self) -> None:
-        self.lock = RLock()  # one run at a time
-        # callback and event of the handler that is running, and the same of the handler around it
-        self.running: tuple[Any, str, Any] | None = None
-        self.callbacks = CallbackSet(cast('Learner', self))
-        self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
+        self.parts.callbacks = CallbackSet(cast('Learner', self))
+        self.parts.tables = self.parts.callbacks.tables
 
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str:
             return self._call_all(event_name)
-        entries = self.tables[self.training][event_name]
+        entries = self.parts.tables[self.training][event_name]
         if not entries:
             return
-        outer = self.running
+        outer = self.parts.running
         try:
             for handler, switch, cb in entries:
                 if switch:
-                    self.running = cb, event_name, outer
+                    self.parts.running = cb, event_name, outer
                     handler()
         except BaseException as e:
             __tracebackhide__ = True  # set only here, so that it takes no time without an error
             self._note_error(e, cb, event_name)
             raise
         finally:
-            self.running = outer
+            self.parts.running = outer
 
     def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add the callback and the event to an exception of a handler."
@@ -238,7 +235,7 @@ class CallbackHost:
         >>> with learn.contexts('forward'): print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
         """
-        entries = self.tables[self.training][CONTEXTS[part]]
+        entries = self.parts.tables[self.training][CONTEXTS[part]]
         if not entries:
             return NO_CONTEXT
         if len(entries) > 1:
@@ -248,31 +245,29 @@ class CallbackHost:
         return NO_CONTEXT if context is None else context
 
     def __getstate__(self) -> dict[str, Any]:
-        "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
-        excluded = ('lock', 'callbacks', 'tables')
-        state = {k: v for k, v in self.__dict__.items() if k not in excluded}
-        state['_cbs'] = list(self.callbacks)
-        return state
+        "Return the attributes, and the list of the callbacks."
+        return {**self.__dict__, '_cbs': list(self.parts.callbacks)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cbs = state.pop('_cbs')
         self.__dict__.update(state)
+        self.parts.lock, self.parts.running = RLock(), None
         CallbackHost.__init__(self)
         for cb in cbs:
             object.__setattr__(cb, 'learn', self)
-            self.callbacks.insert(cb)
+            self.parts.callbacks.insert(cb)
 
     @property
     def cbs(self) -> L:
         "Callbacks in the order of adding. Assign a list to replace them."
-        return L(self.callbacks.items)
+        return L(self.parts.callbacks.items)
 
     @cbs.setter
     def cbs(self, cbs: Any) -> None:
         new = [as_callback(cb) for cb in as_list(cbs)]
         removed = [cb for cb in self.cbs if not contains_object(new, cb)]
-        added = [cb for cb in new if cb not in self.callbacks]
-        self.callbacks.check_new(added, removed)
+        added = [cb for cb in new if cb not in self.parts.callbacks]
+        self.parts.callbacks.check_new(added, removed)
         self.remove_cbs(removed)
         self.add_cbs(added)
 
@@ -294,13 +289,13 @@ class CallbackHost:
         new = [as_callback(cb) for cb in as_list(cbs)]
         if not new:
             return self
-        outdated = [[old for old in self.callbacks if _is_redefined(old, cb)] for cb in new]
+        outdated = [[old for old in self.parts.callbacks if _is_redefined(old, cb)] for cb in new]
         for i, cb in enumerate(new):
-            if cb in self.callbacks or contains_object(new[:i], cb):
+            if cb in self.parts.callbacks or contains_object(new[:i], cb):
                 raise CallbackError(f'{cb!r} is already part of this Learner.')
-        self.callbacks.check_new(new, [old for olds in outdated for old in olds])
+        self.parts.callbacks.check_new(new, [old for olds in outdated for old in olds])
         for cb, olds in zip(new, outdated, strict=True):
-            places = [i for i, o in enumerate(self.callbacks) if contains_object(olds, o)]
+            places = [i for i, o in enumerate(self.parts.callbacks) if contains_object(olds, o)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
         return self
@@ -317,7 +312,7 @@ class CallbackHost:
 
     def _has_own_attribute(self, name: str) -> bool:
         "Return True if the Learner has an attribute that a callback of this name would hide."
-        is_attribute = name in self.__dict__ and self.__dict__[name] not in self.callbacks
+        is_attribute = name in self.__dict__ and self.__dict__[name] not in self.parts.callbacks
         return is_attribute or defined_on_class(self, name)
 
     def _insert_cb(
@@ -328,11 +323,11 @@ class CallbackHost:
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
             cb.learn.remove_cb(cb)
         cb.learn = cast('Learner', self)
-        self.callbacks.insert(cb, at, switch)
+        self.parts.callbacks.insert(cb, at, switch)
         if not self._has_own_attribute(cb.name):
             setattr(self, cb.name, cb)
         self._open_for_use()
-        self.callbacks.notify('on_added', to=cb)
+        self.parts.callbacks.notify('on_added', to=cb)
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
@@ -355,12 +350,12 @@ class CallbackHost:
             return self.remove_cbs(self._select_cbs([cb]))
         if isinstance(cb, str):
             raise CallbackError(f'{cb!r} is a string: give a callback or its class.')
-        if cb not in self.callbacks:
+        if cb not in self.parts.callbacks:
             return self
         try:
             if self.run.is_active:
                 # the callback is not part of the Learner when the run ends
-                self.callbacks.call_one(cb, 'cleanup')
+                self.parts.callbacks.call_one(cb, 'cleanup')
         finally:
             self._detach_cb(cb)
         return self
@@ -370,18 +365,18 @@ class CallbackHost:
         classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
         return [
             cb
-            for cb in self.callbacks
+            for cb in self.parts.callbacks
             if isinstance(cb, classes) or type(cb) in selectors or contains_object(selectors, cb)
         ]
 
     def _detach_cb(self, cb: Any) -> None:
-        self.callbacks.notify('on_removed', to=cb)
-        self.callbacks.discard(cb)
+        self.parts.callbacks.notify('on_removed', to=cb)
+        self.parts.callbacks.discard(cb)
         cb.learn = None
         name = str(cb.name)
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
-            for other in self.callbacks:
+            for other in self.parts.callbacks:
                 if other.name == name:
                     setattr(self, name, other)  # the removed callback has hidden it
 
@@ -398,7 +393,7 @@ class CallbackHost:
         [TrainEvalCallback, ProgressCallback]
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
-        before = list(self.callbacks.items)
+        before = list(self.parts.callbacks.items)
         try:
             self.add_cbs(new)
             yield self
@@ -409,10 +404,10 @@ class CallbackHost:
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
         selected = self._select_cbs(as_list(cbs))
-        switches = self.callbacks.switches
+        switches = self.parts.callbacks.switches
         removed = [
             (i, cb, switches[id(cb)])
-            for i, cb in enumerate(self.callbacks)
+            for i, cb in enumerate(self.parts.callbacks)
             if contains_object(selected, cb)
         ]
         for _, cb, _ in removed:
@@ -421,7 +416,7 @@ class CallbackHost:
             yield self
         finally:
             for i, cb, switch in removed:
-                self._insert_cb(cb, min(i, len(self.callbacks)), switch)
+                self._insert_cb(cb, min(i, len(self.parts.callbacks)), switch)
 
     def ordered_cbs(
         self,
@@ -430,11 +425,13 @@ class CallbackHost:
     ) -> list[Callback]:
         "Return the callbacks that have a handler for an event, in the order in which they run."
         training = self.training if training is None else training
-        return [cb for _, _, cb in self.callbacks.tables[training][canonical_event(event_name)]]
+        return [
+            cb for _, _, cb in self.parts.callbacks.tables[training][canonical_event(event_name)]
+        ]
 
     def callback_changed(self, cb: Callback, name: str) -> None:
         "Update the handler tables after an attribute of a callback has changed."
-        self.callbacks.changed(cb, name)
+        self.parts.callbacks.changed(cb, name)
 
 
 NO_CONTEXT = nullcontext()
@@ -511,7 +508,7 @@ def run_fastai_handler(cb: Any, event_name: str) -> Any:
 def list_running(learn: Learner) -> list[tuple[Any, str]]:
     "Return the callbacks whose handlers are running, with their events, innermost first."
     found = []
-    entry = learn.running
+    entry = learn.parts.running
     while entry is not None:
         cb, event_name, entry = entry
         found.append((cb, event_name))

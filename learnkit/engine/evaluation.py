@@ -122,14 +122,14 @@ class EvaluateWithinEpochs(Callback):
     def after_batch(self) -> None:
         "Evaluate the loaders that are due."
         learn = self.learn
-        due = learn.evaluations.list_due(learn, at_epoch_end=False)
+        due = learn.parts.evaluations.list_due(learn, at_epoch_end=False)
         if not due:
             return
         with preserved_state(learn):
             try:
                 learn.do_evaluation(due)
             except BaseException as e:
-                learn.callbacks.notify('on_run_failed')
+                learn.parts.callbacks.notify('on_run_failed')
                 error = explain_error(learn, e)
                 if error is not e:
                     raise error from e

@@ -33,14 +33,11 @@ from learnkit.core.errors import (
 from learnkit.core.model import model_device
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.counters import Counters
 from learnkit.engine.dispatch import CallbackHost
-from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.events import LEVELS
 from learnkit.engine.loss import release_loss
 from learnkit.engine.run import Run
 from learnkit.engine.seams import Seams
-from learnkit.engine.train_eval import Modes
 from learnkit.optim.wrapper import evaluation_weights
 
 _END = object()  # marks the end of a loader, as the default of `next`
@@ -63,16 +60,12 @@ class Loop(CallbackHost):
         super().__init__()
         self.run = Run()
         self.seams: Any = Seams()
-        self.counters = Counters()
-        self.evaluations: Any = EvaluationSchedule()
-        self.modes = Modes()
         self.training = self.fitting = False
         self.phase = self.dl_name = 'train'
         self.n_epoch: int | None = 1
         self.epoch = self.iter = self.train_iter = 0
         self.n_iter: int | None = None
         self.pct_train = 0.0
-        self.batch_device: torch.device | None = None  # device of the last loader's batches
         self._end_cleanup()
 
     # -- the loop --------------------------------------------------------------------------------
@@ -87,7 +80,7 @@ class Loop(CallbackHost):
     def _do_epoch(self) -> None:
         __tracebackhide__ = True
         self._do_epoch_train()
-        self.do_evaluation(self.evaluations.list_due(self, at_epoch_end=True))
+        self.do_evaluation(self.parts.evaluations.list_due(self, at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
         self.dl = self.dls.train
@@ -100,7 +93,7 @@ class Loop(CallbackHost):
         loaders = evaluation_loaders(self.dls) if loaders is None else loaders
         if not loaders:
             return
-        with preserved_rng(), self.evaluations.opened(self):
+        with preserved_rng(), self.parts.evaluations.opened(self):
             self('before_eval')
             for self.dl_name, dl in loaders:
                 with preserved_generators(dl):
@@ -145,7 +138,7 @@ class Loop(CallbackHost):
 
     def draw_batches(self) -> Iterator[tuple[int, Any]]:
         "Yield the batches of `self.dl` with their numbers; fire `before_draw` and `after_draw` around each draw."
-        self.batch_device = model_device(self.model, self.dls)
+        self.parts.batch_device = model_device(self.model, self.dls)
         self.batch_form: BatchForm | None = form_of(self.dls, self.loader_name or self.dl_name)
         source = self.seams.source
         numbers, batches = source.batches(self)
@@ -286,7 +279,7 @@ class Loop(CallbackHost):
     # -- the batch -------------------------------------------------------------------------------
 
     def _set_device(self, b: Any) -> Any:
-        device = self.batch_device if self.run.depth else None
+        device = self.parts.batch_device if self.run.depth else None
         return to_device(b, device or model_device(self.model, self.dls))
 
     def _split(self, b: Any) -> None:

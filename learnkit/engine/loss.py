@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def call_model(learn: Learner) -> Any:
     "Call the model on the batch, and return its output."
     xb = learn.xb
-    if learn.whole_batches is None and (len(xb) != 1 or type(xb[0]) is Tensor):
+    if learn.parts.whole_batches is None and (len(xb) != 1 or type(xb[0]) is Tensor):
         return learn.model(*xb)
     return call_module(learn, learn.model)
 
@@ -31,16 +31,16 @@ def compute_loss(
 ) -> Tensor | None:
     "Take the prediction out of the output, and return its loss, or None for a batch without targets."
     pred, own_loss = learn.pred, None
-    if learn.whole_batches is not None:
-        own_loss = learn.whole_batches.loss(learn)
+    if learn.parts.whole_batches is not None:
+        own_loss = learn.parts.whole_batches.loss(learn)
     elif type(pred) is not Tensor:
         pred, own_loss = unpack_output(pred)
         learn.pred = pred
     if own_loss is None and pred is not output:
         own_loss = unpack_output(output)[1]  # a callback has taken the logits only
     if learn.loss_func is not None and bool(learn.yb):
-        if learn.advice.is_watching:
-            learn.advice.check_loss(learn, pred)
+        if learn.parts.advice.is_watching:
+            learn.parts.advice.check_loss(learn, pred)
         loss = learn.loss_func(pred, *learn.yb)
     elif own_loss is not None:
         loss = own_loss
@@ -53,8 +53,8 @@ def compute_loss(
 
 def loss_of(learn: Learner, pred: Any) -> Any:
     "Return the result of the loss function for predictions and the targets of the batch."
-    if learn.advice.is_watching:
-        learn.advice.check_loss(learn, pred)
+    if learn.parts.advice.is_watching:
+        learn.parts.advice.check_loss(learn, pred)
     return learn.loss_func(pred, *learn.yb)
 
 
@@ -80,10 +80,10 @@ def total_loss(
             f'{name} returned {parts!r}: a loss is a tensor, or a dict of named tensors.'
         )
     has_func = learn.weight_func is not None
-    weigh = learn.loss_weights.weigh_batch
+    weigh = learn.parts.loss_weights.weigh_batch
     weight = weigh(learn, learn.xb, learn.yb) if has_func else sample_count(learn)
     for name, value in parts.items():
-        if name != 'loss' and not learn.closure.repeating:
+        if name != 'loss' and not learn.parts.closure.repeating:
             learn.log(f'train_{name}' if learn.training else name, value, weight)
     total: Tensor = parts['loss'] if 'loss' in parts else sum(parts.values())
     return total

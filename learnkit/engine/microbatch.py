@@ -65,9 +65,9 @@ class Microbatches:
         xb = learn.xb
         yb = learn.yb
         weights = None
-        parts = learn.strategy.split(learn, xb, yb, size)
-        if not learn.loss_weights.is_sum(learn):
-            weights = [learn.loss_weights.weigh_batch(learn, *part) for part in parts]
+        parts = learn.parts.strategy.split(learn, xb, yb, size)
+        if not learn.parts.loss_weights.is_sum(learn):
+            weights = [learn.parts.loss_weights.weigh_batch(learn, *part) for part in parts]
         losses = []
         try:
             for i, part in enumerate(parts):
@@ -118,7 +118,7 @@ class Microbatches:
             clear_pass(learn)
             restore_buffers(buffers)
             restore_rng(rng)
-            if learn.batch_device is not None and learn.batch_device.type == 'cuda':
+            if learn.parts.batch_device is not None and learn.parts.batch_device.type == 'cuda':
                 torch.cuda.empty_cache()
             self.fitting_size = (size + 1) // 2
             warn_of_batch_norm(learn)
@@ -153,7 +153,7 @@ def warn_of_batch_norm(learn: Learner) -> None:
     "Warn if the model has batch norm layers, which normalize each microbatch separately."
     if any(isinstance(m, BATCH_NORMS) and m.training for m in learn.model.modules()):
         warn(
-            f"microbatch='auto': memory holds {learn.microbatches.fitting_size} samples at a time. Batch norm "
+            f"microbatch='auto': memory holds {learn.parts.microbatches.fitting_size} samples at a time. Batch norm "
             'layers see each microbatch on its own, so that the training differs from one with whole '
             'batches.',
             stacklevel=2,

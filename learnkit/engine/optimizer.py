@@ -62,7 +62,7 @@ def prepare_opt(
         lr = find_initial_lrs(learn)
     hypers = {'lr': lr, 'wd': wd}
     learn.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
-    learn.last_lrs = learn.opt.lrs
+    learn.parts.last_lrs = learn.opt.lrs
     learn.opt.zero_grad()
 
 
@@ -85,16 +85,16 @@ def find_initial_lrs(learn: Learner) -> Any:
     added later. Rates that the user has changed since the last fit are kept; the final rates of
     a schedule are not.
     """
-    requested_lr, own_lrs = learn.own_lrs
+    requested_lr, own_lrs = learn.parts.own_lrs
     current_lrs = learn.opt.lrs
     if not current_lrs:
         return None
     if not own_lrs or requested_lr is not learn.lr:
         return learn.lr
     n = len(own_lrs)
-    if not callable(learn.opt_func) and current_lrs[:n] != learn.last_lrs[:n]:
+    if not callable(learn.opt_func) and current_lrs[:n] != learn.parts.last_lrs[:n]:
         own_lrs = current_lrs[:n]
-    learn.own_lrs = requested_lr, own_lrs
+    learn.parts.own_lrs = requested_lr, own_lrs
     return [*own_lrs, *current_lrs[n:]]
 
 
@@ -109,7 +109,7 @@ def training_weights(learn: Learner) -> Iterator[None]:
         yield
     finally:
         learn.opt.eval()
-        learn.last_lrs = learn.opt.lrs
+        learn.parts.last_lrs = learn.opt.lrs
 
 
 def create_opt(learn: Learner) -> None:
@@ -127,16 +127,16 @@ def create_opt(learn: Learner) -> None:
     opt = make_optimizer(learn)
     is_instance = not callable(learn.opt_func)
     if last is not None and opt is not last:
-        learn.counters.steps += getattr(last, 'n_steps', 0)
+        learn.parts.counters.steps += getattr(last, 'n_steps', 0)
     if last is not None and is_instance:
         opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
     learn.opt = opt
-    lrs = learn.last_lrs = opt.lrs
+    lrs = learn.parts.last_lrs = opt.lrs
     ignores_lr = isinstance(learn.lr, (int, float)) and any(lr != learn.lr for lr in lrs)
     if ignores_lr and is_instance:
         learn.lr = lrs[0] if len(set(lrs)) == 1 else lrs
     has_own_lrs = ignores_lr or (is_instance and lrs)
-    learn.own_lrs = (learn.lr, lrs) if has_own_lrs else (None, None)
+    learn.parts.own_lrs = (learn.lr, lrs) if has_own_lrs else (None, None)
 
 
 def make_optimizer(learn: Learner) -> OptimWrapper:

@@ -130,7 +130,7 @@ def forward(
     """
     __tracebackhide__ = True
     learn('before_pred')
-    with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
+    with replacing_yield(learn.parts.own_loop, 'calls_modules', True), learn.contexts('forward'):
         try:
             learn.pred = f(*args, **kwargs)
         except Exception as e:
@@ -157,7 +157,7 @@ def compute_loss(
     1.0
     """
     __tracebackhide__ = True
-    with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
+    with replacing_yield(learn.parts.own_loop, 'calls_modules', True), learn.contexts('forward'):
         return learn.loss_func(pred, *targets) if targets else loss_of(learn, pred)
 
 
@@ -207,7 +207,7 @@ def optimize(
     value: Any = loss
     compute = None if isinstance(value, (Tensor, Mapping)) or not callable(value) else value
     call = OptimizeCall(learn.opt.name_of(only), compute, retain_graph)
-    own = learn.own_loop
+    own = learn.parts.own_loop
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
         own.loss_sum = own.n_losses = 0
     with own.opened(learn, call):
@@ -253,7 +253,7 @@ def _backward_and_step(learn: Learner) -> bool:
 
 def _backward_of_call(learn: Learner) -> None:
     "Run the backward pass of the current `optimize` call; parameters of other optimizers keep their gradients."
-    options = {'retain_graph': True} if learn.own_loop.call.retain_graph else {}
+    options = {'retain_graph': True} if learn.parts.own_loop.call.retain_graph else {}
     others = nullcontext() if learn.turn is None else preserve_other_grads(learn.opt, learn.turn)
     with others:
         learn._backward(**options)
@@ -292,9 +292,9 @@ class ClosureStep:
         def evaluate() -> Tensor:
             learn.opt.zero_grad(only=learn.turn)
             self.repeat(learn)
-            return learn.strategy.batch_loss(learn)
+            return learn.parts.strategy.batch_loss(learn)
 
-        closure = Closure(evaluate, lambda: learn.strategy.batch_loss(learn))
+        closure = Closure(evaluate, lambda: learn.parts.strategy.batch_loss(learn))
         before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
         try:
             learn.opt.step(closure, only=learn.turn)
@@ -306,10 +306,10 @@ class ClosureStep:
     def repeat(self, learn: Learner) -> None:
         "Run the forward and backward passes of the batch again, without the step."
         with replacing_yield(self, 'repeating', True):
-            if learn.own_loop.call is not None:
-                repeat_call(learn, learn.own_loop.call)
+            if learn.parts.own_loop.call is not None:
+                repeat_call(learn, learn.parts.own_loop.call)
             elif learn.microbatch:
-                learn.microbatches.run(learn, learn.microbatch)
+                learn.parts.microbatches.run(learn, learn.microbatch)
             else:
                 clear_pass(learn)
                 learn._do_pred_loss()
@@ -377,10 +377,10 @@ class EventCheck(Callback):
         learn = self.learn
         if learn.opt.n_steps == self._n_steps:
             return
-        learn.callbacks.hold([self])
+        learn.parts.callbacks.hold([self])
         waiting: dict[str, list[str]] = {}
         for event in BATCH_EVENTS:
-            for _, switch, cb in learn.callbacks.tables[True][event]:
+            for _, switch, cb in learn.parts.callbacks.tables[True][event]:
                 if event not in self._seen and switch and waits_for_events(cb):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if waiting:
@@ -394,7 +394,7 @@ class EventCheck(Callback):
             )
 
     def cleanup(self) -> None:
-        self.learn.callbacks.release([self])
+        self.learn.parts.callbacks.release([self])
 
 
 def waits_for_events(cb: Any) -> bool:

@@ -37,7 +37,7 @@ class Source:
 
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Begin a pass over `learn.dl`: set `n_iter`, and return the numbers of the batches and the batches."
-        device = learn.batch_device
+        device = learn.parts.batch_device
         assert device is not None  # `draw_batches` has set it
         return set_length(learn), draw(learn, read_ahead(learn.dl, device))
 
@@ -58,7 +58,7 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     the loader fails, its workers are ended.
     """
     timings = learn.timings if learn.training else None
-    learn.advice.is_watching = True
+    learn.parts.advice.is_watching = True
     try:
         for batch in batches:
             yield batch
@@ -99,14 +99,14 @@ def check_drawn(learn: Learner, n: int) -> None:
 def ends_iteration(learn: Learner) -> bool:
     "Return True if the current epoch is the last epoch of an iteration, and was not cut."
     per_iteration = learn.epochs_per_iteration
-    if per_iteration is None or learn.passes.is_cut:
+    if per_iteration is None or learn.parts.passes.is_cut:
         return False
     return (learn.epoch + 1) % per_iteration == 0
 
 
 def end_iteration(learn: Learner) -> None:
     "Count an iteration, and fire the events at its end."
-    learn.counters.iterations += 1
+    learn.parts.counters.iterations += 1
     learn('after_iteration')
     learn('iteration_checkpoint')
 
@@ -205,7 +205,7 @@ class TrainingPasses(Source):
     def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
         dl = learn.dl
-        device = learn.batch_device
+        device = learn.parts.batch_device
         assert device is not None  # `draw_batches` has set it
         if is_stream(learn.dls):
             if self.stream is None or self.stream.dl is not dl:

@@ -96,7 +96,7 @@ class ResumedRun(Source):
     @override
     def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
         "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
-        r = learn.resuming
+        r = learn.parts.resuming
         epoch: int = r.loop['epoch']
         if r.at == 'epoch':
             self._restore_after_epoch(learn)
@@ -106,21 +106,21 @@ class ResumedRun(Source):
         return self.passes.epochs(learn, epoch)
 
     def _restore_after_epoch(self, learn: Learner) -> None:
-        r = learn.resuming
+        r = learn.parts.resuming
         epoch: int = r.loop['epoch']
         learn.epoch = epoch
         per_iteration = learn.epochs_per_iteration
         if per_iteration is not None and (epoch + 1) % per_iteration:
             learn('before_iteration')
         resume_at(learn, 'epoch')
-        learn.passes.resume(learn.dls, r.state['position'])
+        learn.parts.passes.resume(learn.dls, r.state['position'])
         if r.loop['place'] == 'epoch' and ends_iteration(learn):
             end_iteration(learn)
 
     @override
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Return the batches that remain of the epoch of the checkpoint, and all of any other epoch."
-        r = learn.resuming
+        r = learn.parts.resuming
         if r is None or not (learn.training and learn.fitting):
             return self.passes.batches(learn)
         self.passes.prepare(learn)
@@ -139,7 +139,7 @@ class ResumedRun(Source):
 
 def resume_at(learn: Learner, point: str) -> None:
     "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
-    r = learn.resuming
+    r = learn.parts.resuming
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
     if is_its_epoch and r.at == point:

@@ -69,8 +69,8 @@ def open_run(
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
     run = learn.run
-    counters = learn.counters
-    with learn.lock:
+    counters = learn.parts.counters
+    with learn.parts.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
         grad = torch.is_grad_enabled()
         began = perf_counter()
@@ -84,8 +84,8 @@ def open_run(
             if kind == 'fit':
                 counters.fit_began = began
             if run.depth == 1:
-                learn.whole_batches = WholeBatches() if takes_batches(learn.model) else None
-                learn.callbacks.refresh(classes=True)
+                learn.parts.whole_batches = WholeBatches() if takes_batches(learn.model) else None
+                learn.parts.callbacks.refresh(classes=True)
                 learn._open_for_use()
             try:
                 yield
@@ -94,19 +94,19 @@ def open_run(
         except BaseException as e:
             error = explain_error(learn, e)
             if run.depth == 1:
-                learn.strategy.end_run(learn, error)
+                learn.parts.strategy.end_run(learn, error)
             else:
-                learn.callbacks.notify('on_run_failed')
+                learn.parts.callbacks.notify('on_run_failed')
             if error is not e:
                 raise error from e
             raise
         else:
             if run.depth == 1:
-                learn.strategy.end_run(learn, None)
+                learn.parts.strategy.end_run(learn, None)
         finally:
             run.levels, run.kind, learn.fitting, run.depth = outer
-            learn.callbacks.release(held)
-            learn.callbacks.hold(released)
+            learn.parts.callbacks.release(held)
+            learn.parts.callbacks.hold(released)
             if kind == 'fit':
                 counters.seconds = learn.finished('sec')
                 counters.fit_began = None
@@ -131,7 +131,7 @@ def end_run(learn: Learner, error: BaseException | None) -> None:
         raised += call_each(learn, 'cleanup', interrupted)
     finally:
         try:
-            releases = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
+            releases = [declared(cb, 'on_run_ended') for cb in learn.parts.callbacks]
             run_all([partial(_reset_run, learn, error), *filter(None, releases)])
         except Exception as e:
             raised.append(e)
@@ -144,12 +144,12 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     run = learn.run
     if error is not None:
         forget_run(learn)
-    learn.passes.close()
-    learn.resuming = None
+    learn.parts.passes.close()
+    learn.parts.resuming = None
     learn.resumed = False
     learn.error = None
     run.stopping = False
-    for cb in learn.callbacks:
+    for cb in learn.parts.callbacks:
         if not cb.run:
             cb.run = True
 
@@ -158,7 +158,7 @@ def forget_run(learn: Learner) -> None:
     "Release the tensors of a failed run, and the persistent workers of its loaders."
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
         forget_workers(dl)
-    learn.passes.forget()
+    learn.parts.passes.forget()
     learn._end_cleanup()
     if learn.opt is not None:
         learn.opt.zero_grad()
@@ -191,11 +191,11 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
     called too, because they may have changes to undo.
     """
     raised: list[BaseException] = []
-    for handler, switch, cb in learn.tables[learn.training][event_name]:
-        has_left = cb not in learn.callbacks
+    for handler, switch, cb in learn.parts.tables[learn.training][event_name]:
+        has_left = cb not in learn.parts.callbacks
         if not switch and (event_name == 'after_error' or has_left):
             continue
-        learn.running = cb, event_name, learn.running
+        learn.parts.running = cb, event_name, learn.parts.running
         try:
             with allow_interrupts():
                 handler()
@@ -209,7 +209,7 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
                 e = stray
             raised.append(e)
         finally:
-            learn.running = learn.running[2]
+            learn.parts.running = learn.parts.running[2]
     return raised
 
 
@@ -260,17 +260,17 @@ def hold_others(learn: Learner, kind: str) -> list[Any]:
     evaluation, endlessly.
     """
     excluded = 'evaluation' if kind == 'fit' else 'fit'
-    others = [cb for cb in learn.callbacks if getattr(cb, 'run_in', 'any') == excluded]
+    others = [cb for cb in learn.parts.callbacks if getattr(cb, 'run_in', 'any') == excluded]
     if kind != 'fit':
         others += [cb for cb, _ in list_running(learn)]
-    return learn.callbacks.hold(others) if others else []
+    return learn.parts.callbacks.hold(others) if others else []
 
 
 def release_for_fit(learn: Learner, kind: str) -> list[Any]:
     "Switch on the callbacks with `run_in='fit'` for a fit within `with learn:`, and return them."
-    held = learn.callbacks.held if kind == 'fit' else []
+    held = learn.parts.callbacks.held if kind == 'fit' else []
     waiting = [cb for cb in held if getattr(cb, 'run_in', 'any') == 'fit']
-    learn.callbacks.release(waiting)
+    learn.parts.callbacks.release(waiting)
     return waiting
 
 

@@ -103,16 +103,16 @@ def fit_seams(
     before: dict[str, Any] = {}
     try:
         if is_resumed:
-            before |= seams.take('resume', source=ResumedRun(learn.passes))
+            before |= seams.take('resume', source=ResumedRun(learn.parts.passes))
         elif 'source' not in seams.holders:  # with another source, no fit resumes within an epoch
-            before |= seams.take('checkpoints', source=learn.passes)
+            before |= seams.take('checkpoints', source=learn.parts.passes)
         if learn.opt.needs_closure:
-            before |= seams.take(repr(learn.opt), step=learn.closure)
+            before |= seams.take(repr(learn.opt), step=learn.parts.closure)
         if learn.microbatch:
-            before |= seams.take('microbatch', batch=learn.microbatches)
-        elif learn.whole_step is not None:
-            before |= seams.take('compile(step=True)', batch=learn.whole_step)
-        learn.advice.begin_fit()
+            before |= seams.take('microbatch', batch=learn.parts.microbatches)
+        elif learn.parts.whole_step is not None:
+            before |= seams.take('compile(step=True)', batch=learn.parts.whole_step)
+        learn.parts.advice.begin_fit()
         yield
     finally:
         seams.give_back(before)

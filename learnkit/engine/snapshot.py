@@ -39,7 +39,7 @@ OWNER_TYPES = (
     L,
 )
 # parts of a Learner whose attributes are restored with it
-_PARTS = 'run counters evaluations passes modes advice microbatches closure own_loop seams'.split()
+_PARTS = 'counters evaluations passes modes advice microbatches closure own_loop'.split()
 _ATOMS = frozenset([type(None), bool, int, float, str])  # immutable types, which need no copy
 
 
@@ -182,17 +182,17 @@ def restored(
 ) -> Iterator[None]:
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
     cbs = list(learn.cbs)
-    callbacks = learn.callbacks
-    parts = [getattr(learn, name) for name in _PARTS]
+    callbacks = learn.parts.callbacks
+    parts = [learn.run, learn.seams, *(getattr(learn.parts, name) for name in _PARTS)]
     reshard(learn.model)
     try:
         with restored_objects(
             learn,
-            [vars(learn), *map(vars, cbs), *map(vars, parts)],
-            excluded=[callbacks, learn.tables, learn.whole_step],
+            [vars(learn), vars(learn.parts), *map(vars, cbs), *map(vars, parts)],
+            excluded=[callbacks, learn.parts.tables, learn.parts.whole_step],
             on_host=on_host,
         ):
-            learn.passes.forget()  # the batches of an open pass belong to the training
+            learn.parts.passes.forget()  # the batches of an open pass belong to the training
             try:
                 yield
             finally:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SingleProcess:
     """Strategy for training in one process.
 
-    The loop calls the methods of `learn.strategy` for everything that depends on the number of
+    The loop calls the methods of `learn.parts.strategy` for everything that depends on the number of
     processes. `DistributedTraining` replaces the strategy while several processes train together.
     """
 
@@ -53,7 +53,7 @@ class SingleProcess:
 
     def seconds(self, learn: Learner) -> float:
         "Return the seconds spent in fits."
-        return float(learn.counters.elapsed())
+        return float(learn.parts.counters.elapsed())
 
     # -- a batch ---------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class SingleProcess:
 
     def total_weight(self, learn: Learner) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
-        weights = learn.loss_weights
+        weights = learn.parts.loss_weights
         return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
 
     # -- checkpoints -----------------------------------------------------------------------------

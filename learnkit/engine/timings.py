@@ -60,18 +60,18 @@ class Timings:
         "Start to measure a step with timed handlers, or stop if a step was measured. Called when a batch is drawn."
         if self.stop(learn):
             self.steps_left = EVERY - 1
-        elif learn.tables is learn.callbacks.tables:
-            learn.tables = learn.tables[False], self._get_timed_table(learn)
-            self.device = learn.batch_device
+        elif learn.parts.tables is learn.parts.callbacks.tables:
+            learn.parts.tables = learn.parts.tables[False], self._get_timed_table(learn)
+            self.device = learn.parts.batch_device
             self._last_event = 'before_draw'  # a step is measured from draw to draw
             self._last_time = perf_counter()
             self._last_mark = None
 
     def stop(self, learn: Learner) -> bool:
         "Restore the loop's handler tables, and return True if a step was being measured."
-        if not isinstance(learn.tables[True], TimedTable):
+        if not isinstance(learn.parts.tables[True], TimedTable):
             return False
-        learn.tables = learn.callbacks.tables
+        learn.parts.tables = learn.parts.callbacks.tables
         self._sums['loop'] += perf_counter() - self._last_time
         self.n += 1
         self._collect()
@@ -79,11 +79,11 @@ class Timings:
 
     def _get_timed_table(self, learn: Learner) -> TimedTable:
         "Return the timed handlers of this fit, created once: `refresh` clears the table when callbacks change."
-        tables = learn.callbacks.more_tables
+        tables = learn.parts.callbacks.more_tables
         for known in tables:
             if isinstance(known, TimedTable) and known.timings is self:
                 return known
-        timed = TimedTable(learn.tables[True], self)
+        timed = TimedTable(learn.parts.tables[True], self)
         tables[:] = [*(t for t in tables if not isinstance(t, TimedTable)), timed]
         return timed
 

@@ -23,8 +23,8 @@ class Modes:
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 1), nn.Dropout().eval()))
-    >>> learn.modes.is_starting = False  # otherwise a fit trains all modules
-    >>> learn.modes.evaluate(learn); learn.modes.train(learn)
+    >>> learn.parts.modes.is_starting = False  # otherwise a fit trains all modules
+    >>> learn.parts.modes.evaluate(learn); learn.parts.modes.train(learn)
     >>> [m.training for m in learn.model]
     [True, False]
     """
@@ -41,7 +41,7 @@ class Modes:
     def train(self, learn: Learner) -> None:
         "Set training mode, with the modules that were in evaluation mode in the last training."
         learn.training = True
-        learn.counters.has_trained = True
+        learn.parts.counters.has_trained = True
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
         model = learn.model
@@ -91,7 +91,7 @@ def _begin_run(learn: Learner) -> None:
         learn.epoch = 0
         learn.train_iter = 0
         learn.pct_train = 0.0
-        learn.modes.begin_fit()
+        learn.parts.modes.begin_fit()
     move_to_device(learn)
     reset: Any = getattr(learn.model, 'reset', None)
     if reset is not None:
@@ -120,15 +120,15 @@ class TrainEvalCallback(Callback):
         _begin_run(self.learn)
 
     def before_train(self) -> None:
-        self.learn.modes.train(self.learn)
-        if self.learn.counters.needed:
+        self.learn.parts.modes.train(self.learn)
+        if self.learn.parts.counters.needed:
             self.before_batch = self._check_counted  # type: ignore[method-assign]
 
     def _check_counted(self) -> None:
         "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
         del self.before_batch
         learn = self.learn
-        needed, learn.counters.needed = learn.counters.needed, []
+        needed, learn.parts.counters.needed = learn.parts.counters.needed, []
         for time in needed:
             is_tokens = time.unit == 'tok'
             if not (token_count(learn) if is_tokens else sample_count(learn)):
@@ -139,10 +139,10 @@ class TrainEvalCallback(Callback):
                 )
 
     def before_validate(self) -> None:
-        self.learn.modes.evaluate(self.learn)
+        self.learn.parts.modes.evaluate(self.learn)
 
     def after_batch(self) -> None:
-        learn, counters = self.learn, self.learn.counters
+        learn, counters = self.learn, self.learn.parts.counters
         learn.train_iter += 1
         if learn.n_iter and learn.n_epoch:
             learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
@@ -153,26 +153,26 @@ class TrainEvalCallback(Callback):
 
     def after_epoch(self) -> None:
         if self.learn.fitting:
-            self.learn.counters.count_epoch()
+            self.learn.parts.counters.count_epoch()
 
     def cleanup(self) -> None:
-        self.learn.modes.saved = []
+        self.learn.parts.modes.saved = []
 
     @override
     def state_dict(self) -> dict[str, Any] | None:
         "Return the names of modules in evaluation mode, now and in training."
-        return None if self.learn is None else self.learn.modes.state_dict(self.learn.model)
+        return None if self.learn is None else self.learn.parts.modes.state_dict(self.learn.model)
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Set the mode of each module."
         if self.learn is not None:
-            self.learn.modes.load_state_dict(self.learn.model, sd)
+            self.learn.parts.modes.load_state_dict(self.learn.model, sd)
 
 
 def missing_train_eval(learn: Learner) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
-    has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.callbacks)
+    has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.parts.callbacks)
     return [] if has_one else [TrainEvalCallback()]
 
 

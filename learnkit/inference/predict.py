@@ -87,10 +87,10 @@ def validate(
     try:
         with (
             deferred_interrupts() as deferred,
-            learn.lock,
+            learn.parts.lock,
             preserved_state(learn),
             learn.validation_context(cbs=cbs, inner=True),
-            learn.strategy.run(learn, 'evaluation'),
+            learn.parts.strategy.run(learn, 'evaluation'),
             deferred.paused(),
         ):
             learn.loader_name = loader_name
@@ -189,11 +189,11 @@ def _run_predictions(
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
         deferred_interrupts() as deferred,
-        learn.lock,
+        learn.parts.lock,
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
-        learn.strategy.run(learn, 'prediction'),
+        learn.parts.strategy.run(learn, 'prediction'),
         deferred.paused(),
     ):
         learn.phase = 'predict'
@@ -353,7 +353,7 @@ def tta(
             'f(x) returns the inputs of a batch augmented.'
         )
     combine = torch.maximum if use_max else torch.add
-    with learn.lock, preserved_rng():
+    with learn.parts.lock, preserved_rng():
         open_valid_split = set_split and partial(set_split, 1)
         open_train_split = set_split and partial(set_split, 0)  # with training transforms
         plain, targs = _predict_augmented(learn, dl, open_valid_split, None)

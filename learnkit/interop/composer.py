@@ -313,7 +313,7 @@ class _FromComposer(Callback):
         if not self.learn.fitting:
             return
         self.in_fit = True
-        self._n_previous_epochs = self.learn.counters.epochs
+        self._n_previous_epochs = self.learn.parts.counters.epochs
         self._stopped_at = self._unfinished_counts = None
         # a failed fit may not have reset these attributes
         self._is_epoch_over = False

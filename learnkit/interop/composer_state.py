@@ -214,7 +214,7 @@ class ComposerState:
         if size is None and not self._adapter.loader_kind:
             return None
         if size == 'auto':
-            size = self.learn.microbatches.fitting_size
+            size = self.learn.parts.microbatches.fitting_size
         return size or batch_size_of(self.learn.dls.train) or sample_count(self.learn)
 
     # -- parts of the Learner ----------------------------------------------------------------------

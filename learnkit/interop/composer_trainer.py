@@ -83,7 +83,7 @@ class ComposerTrainer(Callback):
             return
         self.begin_batch()
         self._measure()
-        if self.batch_metrics and not self.learn.closure.repeating:
+        if self.batch_metrics and not self.learn.parts.closure.repeating:
             self._batch = whole_batch(self.learn)
 
     def after_backward(self) -> None:

@@ -281,7 +281,7 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         self._has_read_files = False
-        if self.learn.resuming is not None:
+        if self.learn.parts.resuming is not None:
             self._load_resumed_state()
         else:
             self.at_epoch_end = False
@@ -295,8 +295,8 @@ class _FromKsuit(Callback):
     def _load_resumed_state(self) -> None:
         "Load the checkpointed state before `before_training`; the Learner loads it only after `before_fit`."
         learn = self.learn
-        resume = learn.resuming
-        state = resume.state['callbacks'].get(learn.callbacks.keys[id(self)])
+        resume = learn.parts.resuming
+        state = resume.state['callbacks'].get(learn.parts.callbacks.keys[id(self)])
         if state is not None:
             self.load_state_dict(copy_to_host(state))
         if resume.path is not None:
@@ -537,7 +537,7 @@ class _FromKsuit(Callback):
 
     def progress(self) -> Progress:
         "Return the progress of training; before a checkpoint is restored, the progress of the checkpoint."
-        resume = self.learn.resuming
+        resume = self.learn.parts.resuming
         if resume is None:
             now = self.learn.time
             epochs = now.ep

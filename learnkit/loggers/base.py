@@ -173,7 +173,7 @@ class Logger(Callback):
             return
         self.check()
         self._interval.start(learn)
-        self._first_batch = learn.counters.batches
+        self._first_batch = learn.parts.counters.batches
         self._is_new_fit = True
         self._has_failed = False
 
@@ -231,7 +231,7 @@ class Logger(Callback):
     def _step(self) -> int:
         "The number of training batches, including the current batch."
         learn = self.learn
-        return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
+        return learn.parts.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
     def _find_row(self) -> dict[str, Any]:
         "Return the values of the current step; an evaluation belongs to the step before it."

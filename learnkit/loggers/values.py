@@ -109,7 +109,7 @@ def configuration(learn: Learner) -> dict[str, Any]:
         config |= _optimizer_settings(learn)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
-        key = learn.callbacks.keys.get(id(cb), cb.name)
+        key = learn.parts.callbacks.keys.get(id(cb), cb.name)
         # constructor arguments that the callback keeps under the same name
         for name in inspect.signature(type(cb)).parameters:
             if name in cb.__dict__:
@@ -124,7 +124,7 @@ def _optimizer_settings(learn: Learner) -> dict[str, Any]:
     opt = learn.opt
     hypers = [dict(group.items()) for group in opt.hypers]
     if learn.fitting:
-        for group, lr in zip(hypers, learn.last_lrs, strict=False):  # a group may be new
+        for group, lr in zip(hypers, learn.parts.last_lrs, strict=False):  # a group may be new
             group['lr'] = lr
     settings = {'optimizer': '+'.join(type(o).__name__ for o in opt.optimizers.values())}
     for i, group in enumerate(hypers):

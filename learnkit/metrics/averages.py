@@ -125,7 +125,7 @@ class AvgLoss(Mean, Metric):
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().mean()
         weight = loss_weight(learn)
-        weights = getattr(learn, 'loss_weights', None)
+        weights = getattr(getattr(learn, 'parts', None), 'loss_weights', None)
         is_sum = weights is not None and weights.is_sum(learn)
         self.add(loss / weight if is_sum else loss, weight)
 
@@ -457,7 +457,7 @@ def batch_weight(learn: Learner) -> Any:
 
 def loss_weight(learn: Learner) -> Any:
     "Return the weight of a batch's loss in a mean: the denominator of the loss, or `learn.weight_func(xb, yb)`."
-    weights = getattr(learn, 'loss_weights', None)
+    weights = getattr(getattr(learn, 'parts', None), 'loss_weights', None)
     if weights is None:
         return batch_weight(learn)
     return weights.weigh_batch(learn, learn.xb, learn.yb)

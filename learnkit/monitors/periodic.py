@@ -115,7 +115,7 @@ class PeriodicData(Periodic):
             preserved_state(learn),
             undisturbed_loader(dl),
             torch.no_grad(),
-            learn.evaluations.opened(learn),
+            learn.parts.evaluations.opened(learn),
         ):
             learn.model.eval()
             learn.training = False

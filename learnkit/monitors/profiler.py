@@ -95,7 +95,7 @@ class TorchProfiler(Callback):
 
     def _begin(self) -> None:
         world = self.learn.world
-        first = self.learn.counters.batches + self.warmup
+        first = self.learn.parts.counters.batches + self.warmup
         rank = f'-rank{world.rank}' if world.size > 1 else ''
         self._name = f'trace-batch-{first}{rank}.json'
         self._n_steps = 0

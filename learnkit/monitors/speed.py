@@ -112,7 +112,7 @@ class SpeedMonitor(Monitor):
     def before_eval(self) -> None:
         "Count evaluation from now on, unless this evaluation is inside another one."
         if self._evaluation is None:  # outside of fits the Learner's clock stands still
-            self._evaluation = self.learn.run.depth, self.learn.counters.elapsed()
+            self._evaluation = self.learn.run.depth, self.learn.parts.counters.elapsed()
 
     def after_eval(self) -> None:
         "Count training from now on."
@@ -124,7 +124,7 @@ class SpeedMonitor(Monitor):
 
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
-            self._eval_s += self.learn.counters.elapsed() - self._evaluation[1]
+            self._eval_s += self.learn.parts.counters.elapsed() - self._evaluation[1]
         self._evaluation = None
 
     @override
@@ -133,7 +133,7 @@ class SpeedMonitor(Monitor):
         learn = self.learn
         flops = self._flops_per_batch
         self._flops += (flops(learn.batch) if callable(flops) else flops) or 0.0
-        done = learn.counters
+        done = learn.parts.counters
         counts = done.batches, done.samples, done.tokens, self._flops
         self._points.append((done.elapsed() - self._eval_s, *counts))
         super().after_batch()
@@ -141,7 +141,7 @@ class SpeedMonitor(Monitor):
     @override
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        total = self.learn.counters.elapsed()
+        total = self.learn.parts.counters.elapsed()
         seconds = {'train': total - self._eval_s, 'val': self._eval_s, 'total': total}
         times = {f'time/{name}': s / self._unit_s for name, s in seconds.items()}
         return self._compute_rates() | times

@@ -83,7 +83,7 @@ def shown(learn: Learner) -> dict[str, Any]:
         }
         for cb in learn.cbs
         if type(cb).__module__.startswith('learnkit.') and type(cb) not in DEFAULTS
-        for key in [learn.callbacks.keys[id(cb)]]
+        for key in [learn.parts.callbacks.keys[id(cb)]]
     }
 
 

@@ -69,7 +69,7 @@ def test_an_odd_size_is_halved_upwards() -> None:
     learn = learner(model := Hungry(fits=7))
     learn.dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=13, shuffle=False)
     learn.fit(1)
-    assert (model.sizes, learn.microbatches.fitting_size) == ([13, 7, 6], 7)
+    assert (model.sizes, learn.parts.microbatches.fitting_size) == ([13, 7, 6], 7)
 
 
 def test_the_weights_match_whole_batches() -> None:

@@ -299,7 +299,7 @@ def test_a_cancel_in_a_turn(event: str, error: type[Exception], n_steps: int) ->
 
     learn = fit(make_duel(Callback(**{event: act}), n=3))
     assert learn.time.st == n_steps and learn.time.ba == 3
-    assert learn.turn is None and learn.own_loop.call is None
+    assert learn.turn is None and learn.parts.own_loop.call is None
     assert torch.equal(weights(learn.model.critic), weights(Pair().critic))
 
 
@@ -470,9 +470,9 @@ def test_a_loop_that_fires_its_events_is_left_alone(cls: type[Learner]) -> None:
         GuardNonFinite(),
         Callback(after_pred=len_of),
     )
-    tables = learn.callbacks.tables
+    tables = learn.parts.callbacks.tables
     fit(learn, 2)
-    assert learn.tables is tables and len(learn.cbs) == 7
+    assert learn.parts.tables is tables and len(learn.cbs) == 7
 
 
 def len_of(cb: Any) -> None:

@@ -100,7 +100,7 @@ def mark_target(learn: Any) -> None:
 def check(learn: Learner, keep: Keep, match: str) -> None:
     "The fit fails before the step, with a message that names the place and the tensor."
     start_again(learn)
-    learn.passes = KnownPass([40, 41, 42, 43])
+    learn.parts.passes = KnownPass([40, 41, 42, 43])
     e = raised_by(lambda: learn.fit(1))
     assert (
         type(e) is LossError and f'at batch {BAD_BATCH} of epoch 0' in str(e) and match in str(e)
@@ -108,10 +108,10 @@ def check(learn: Learner, keep: Keep, match: str) -> None:
     assert notes(e)[0].startswith('in GuardNonFinite.')
     assert keep.kept
     assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
-    learn.passes = TrainingPasses()
+    learn.parts.passes = TrainingPasses()
     if learn.microbatch:
         learn.microbatch = None
-        del learn.microbatches.index  # the number of the piece that it was at
+        del learn.parts.microbatches.index  # the number of the piece that it was at
     is_clean(learn)
 
 

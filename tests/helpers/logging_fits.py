@@ -83,7 +83,7 @@ class KeepState(Callback):
             return
         states = [cb.state_dict() for cb in self.learn.cbs if isinstance(cb, Logger)]
         self.saved = {
-            'done': self.learn.counters.by_unit(),
+            'done': self.learn.parts.counters.by_unit(),
             'model': self.learn.model.state_dict(),
             'loggers': states,
         }
@@ -109,7 +109,7 @@ class PutBackState(Callback):
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
-        self.learn.counters.load_units(saved['done'])
+        self.learn.parts.counters.load_units(saved['done'])
         self.learn.model.load_state_dict(saved['model'])
         loggers = [cb for cb in self.learn.cbs if isinstance(cb, Logger)]
         for cb, state in zip(loggers, saved['loggers'], strict=True):

@@ -240,7 +240,7 @@ def test_state_goes_through_and_two_of_one_class_stay_apart() -> None:
     for cb, sd in zip(learn.cbs[-2:], states, strict=True):
         cb.load_state_dict(sd)
     assert (a.eval_s, b.eval_s) == (1.0, 2.0)
-    assert len({learn.callbacks.keys[id(cb)] for cb in learn.cbs}) == len(learn.cbs)
+    assert len({learn.parts.callbacks.keys[id(cb)] for cb in learn.cbs}) == len(learn.cbs)
 
 
 def test_an_error_names_the_place_and_the_next_fit_works() -> None:

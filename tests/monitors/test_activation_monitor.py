@@ -21,7 +21,7 @@ class Seen(Callback):
         self.rows: dict[int, dict[str, float]] = {}
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        row = self.rows.setdefault(self.learn.counters.batches - 1, {})
+        row = self.rows.setdefault(self.learn.parts.counters.batches - 1, {})
         assert name not in row
         row[name] = value
 

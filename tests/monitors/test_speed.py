@@ -58,7 +58,7 @@ class Seen(Callback):
         self.rows: list[tuple[int, str, Any]] = []
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        self.rows.append((self.learn.counters.batches, name, value))
+        self.rows.append((self.learn.parts.counters.batches, name, value))
 
     def of(self, name: str) -> dict[int, Any]:
         return {at: value for at, n, value in self.rows if n == name}
@@ -157,7 +157,7 @@ def test_tokens(clock: Clock) -> None:
         run_valid = False
 
         def after_batch(self) -> None:
-            self.learn.counters.tokens += 100
+            self.learn.parts.counters.tokens += 100
 
     seen = Seen()
     synth_learner(cbs=[SpeedMonitor(every=5), Pass(clock), CountTokens(), seen]).fit(1)

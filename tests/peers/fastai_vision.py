@@ -112,7 +112,7 @@ def compare_resumed(folder: Path) -> str:
         return TOO_FAR
     resumed = make_with_adam(folder, [learnkit.Checkpoint(every='1ba')])
     fine_tune(resumed, resume=True)
-    steps = [learn.counters.batches for learn in (expected, resumed)]
+    steps = [learn.parts.counters.batches for learn in (expected, resumed)]
     return compare_numbers(weights(expected), weights(resumed)) if steps[0] == steps[1] else TOO_FAR
 
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
+import learnkit
 from learnkit.engine.events import EVENTS, LIFECYCLE
 from tests.helpers.building import build
 from tests.helpers.fresh import output_of

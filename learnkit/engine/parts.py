@@ -1,0 +1,60 @@
+"""Objects by which the modules of the engine work together: `learn.parts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from learnkit.core.model import WholeBatches
+from learnkit.engine.advice import Advice
+from learnkit.engine.counters import Counters
+from learnkit.engine.denominator import LossWeights
+from learnkit.engine.evaluation import EvaluationSchedule
+from learnkit.engine.microbatch import Microbatches
+from learnkit.engine.own_loop import ClosureStep, OwnLoop
+from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.strategy import SingleProcess
+from learnkit.engine.train_eval import Modes
+
+if TYPE_CHECKING:
+    from learnkit.engine.dispatch import CallbackSet, HandlerTable
+
+
+@dataclass(eq=False)
+class Parts:
+    """State of the engine that belongs to one module and is read by others. Training code needs none of it.
+
+    `docs/architecture.md` lists the classes. A pickled Learner makes its callbacks and tables again.
+    """
+
+    callbacks: CallbackSet = field(init=False)  # in the order of adding, with their switches
+    tables: tuple[HandlerTable, ...] = ()  # handlers of each event in evaluation and in training
+    running: tuple[Any, str, Any] | None = (
+        None  # callback and event of the handler that runs; outer
+    )
+    lock: Any = field(default_factory=RLock)  # one run at a time
+    counters: Counters = field(default_factory=Counters)
+    evaluations: Any = field(default_factory=EvaluationSchedule)
+    modes: Modes = field(default_factory=Modes)
+    passes: TrainingPasses = field(default_factory=TrainingPasses)
+    microbatches: Microbatches = field(default_factory=Microbatches)
+    closure: ClosureStep = field(default_factory=ClosureStep)
+    own_loop: OwnLoop = field(default_factory=OwnLoop)
+    loss_weights: LossWeights = field(default_factory=LossWeights)
+    advice: Advice = field(default_factory=Advice)
+    strategy: Any = field(default_factory=SingleProcess)  # or SeveralProcesses
+    whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
+    whole_step: Any = None  # instead of the default training batch; set by `compile(step=True)`
+    resuming: Any = None  # ResumeState of a checkpoint that is not restored yet
+    replay_source: Any = None  # callback that keeps the batch for `replay`
+    batch_device: torch.device | None = None  # device of the last loader's batches
+    # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
+    own_lrs: tuple[Any, Any] = (None, None)
+    last_lrs: list[float] = field(default_factory=list)  # when they were last set, or a fit ended
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_process = ('callbacks', 'tables', 'running', 'lock')
+        return {name: value for name, value in vars(self).items() if name not in of_process}
