@@ -1,7 +1,8 @@
 """Draw the pictures of the first page, and print the run that they show: `python docs/hero.py`.
 
-The run is the code of docs/index.md. The curves are the losses of each epoch, and the confusion matrix is of the
-validation set. Run this again when the code of the page changes, and copy the printed table to the page."""
+The run is the code of docs/index.md. The curves are the losses of each epoch, and the confusion
+matrix is of the validation set. Run this again when the code of the page changes, and copy the
+printed table to the page."""
 
 from __future__ import annotations
 

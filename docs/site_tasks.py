@@ -1,7 +1,7 @@
-"""Pages of the API: one page for each task, with the modules or the Learner's members that belong to it.
+"""Pages of the API: one for each task, with the modules or the Learner's members that belong to it.
 
-Add a new public module to one of these pages, and a new public member of the Learner to `LEARNER_PAGES`; tests find
-what is missing."""
+Add a new public module to one of these pages, and a new public member of the Learner to
+`LEARNER_PAGES`; tests find what is missing."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch

@@ -88,7 +88,7 @@ class _EventName(StrEnum):
 
 
 _NAMES = [name for table in TABLES for names in table.values() for name in names.split()]
-Event: Any = _EventName(
+Event: Any = _EventName(  # type: ignore[call-arg]  # mypy knows no members of a base
     'Event', {name.upper(): name for name in _NAMES if name not in ('close', 'post_close')}
 )
 

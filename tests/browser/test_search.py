@@ -1,4 +1,4 @@
-"""The search of the site: a question in a user's words leads to its page, among the first three results."""
+"""A question in a user's words leads to its page, among the first three results of the search."""
 
 from __future__ import annotations
 
