@@ -75,6 +75,15 @@ _open_learners: WeakSet[Learner] = WeakSet()  # Learners whose callbacks `close`
 _before_epoch = ['before_fit', 'before_epoch']
 _after_epoch = ['after_epoch', 'after_fit']
 
+# public names that `dir` leaves out: of the engine, for subclasses, of fastai, and arguments of `Learner`
+_UNLISTED = frozenset(
+    """parts contexts turn step_parameters batch_form loader_name set_loader stage epochs_per_iteration resumed
+    train_eval callback_changed callback_states load_callback_states load_checkpoint_state lr_search
+    all_batches draw_batches one_batch evaluate_batch do_evaluation compute_loss
+    final_record gather_args to_detach create_mbar no_mbar loss_not_reduced validation_context metric_names
+    model_dir train_bn wd_bn_bias moms splitter size_func token_func weight_func""".split()
+)
+
 _MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
@@ -1449,7 +1458,7 @@ class Learner(Loop):
         raise MissingAttribute(name, self, model)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.model)})
+        return sorted({*super().__dir__()} - _UNLISTED)
 
     __repr__ = learner_text
     _repr_html_ = never_raising(learner_html)

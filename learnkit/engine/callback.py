@@ -162,34 +162,35 @@ class Callback:
     state_key: str | None = None  # key in checkpoints; None: the callback's name, made unique
     learn: Learner = None  # type: ignore[assignment]  # the Learner, once added
 
-    if TYPE_CHECKING:
-        # attributes that are read from the Learner, and events, for editors and type checkers
-        x: Any  # inputs of the batch: a tensor, or a tuple of several
-        y: Any  # targets of the batch: a tensor, or a tuple of several
-        xb: tuple[Any, ...]
-        yb: tuple[Any, ...]
-        pred: Any  # predictions, from after_pred on
-        loss: Tensor  # copy of the loss, with its graph until the batch ends
-        loss_grad: Tensor  # loss that backward runs from
-        epoch: int
-        n_epoch: int | None
-        iter: int  # number of the batch in its loader
-        n_iter: int | None
-        train_iter: int  # number of training batches of the fit so far
-        pct_train: float  # share of the fit that is done
-        training: bool  # False in an evaluation
-        fitting: bool  # False in validate() and get_preds()
-        time: Timestamp  # amounts finished so far, over all fits
-        world: Comm  # rank, size and collectives of the processes
-        model: nn.Module
-        opt: OptimWrapper
-        dls: Any
-        dl: Any
-        dl_name: str
-        loss_func: Callable[..., Any]
-        recorder: Any
-        history: list[dict[str, Any]]  # a row an epoch
-        smooth_loss: Tensor
+    # attributes that are read from the Learner, which `dir` lists
+    x: Any  # inputs of the batch: a tensor, or a tuple of several
+    y: Any  # targets of the batch: a tensor, or a tuple of several
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    pred: Any  # predictions, from after_pred on
+    loss: Tensor  # copy of the loss, with its graph until the batch ends
+    loss_grad: Tensor  # loss that backward runs from
+    epoch: int
+    n_epoch: int | None
+    iter: int  # number of the batch in its loader
+    n_iter: int | None
+    train_iter: int  # number of training batches of the fit so far
+    pct_train: float  # share of the fit that is done
+    training: bool  # False in an evaluation
+    fitting: bool  # False in validate() and get_preds()
+    time: Timestamp  # amounts finished so far, over all fits
+    world: Comm  # rank, size and collectives of the processes
+    model: nn.Module
+    opt: OptimWrapper
+    dls: Any
+    dl: Any
+    dl_name: str
+    loss_func: Callable[..., Any]
+    recorder: Any
+    history: list[dict[str, Any]]  # a row an epoch
+    smooth_loss: Tensor
+
+    if TYPE_CHECKING:  # events, for editors and type checkers
 
         # the events: names that an editor completes in a subclass
         def after_create(self) -> Any: ...
@@ -311,8 +312,8 @@ class Callback:
             self.learn.callback_changed(self, name)
 
     def __dir__(self) -> list[str]:
-        learner_names = [] if self.learn is None else dir(self.learn)
-        return sorted({*super().__dir__(), *learner_names})
+        of_batch = [] if self.learn is None else Callback.__annotations__
+        return sorted({*super().__dir__(), *of_batch})
 
     def __repr__(self) -> str:
         handlers = [

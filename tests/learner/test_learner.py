@@ -154,8 +154,21 @@ def test_the_models_attributes_are_the_learners() -> None:
     assert learn.a is learn.model.a and learn.word == 'hello' and learn.shout() == 'HELLO'
     assert list(learn.parameters()) == [learn.model.a, learn.model.b]
     assert learn.state_dict().keys() == {'a', 'b'}
-    assert {'fit', 'model', 'a', 'shout', 'recorder'} <= set(dir(learn))
     assert not hasattr(learn, 'nothing_like_it')
+
+
+def test_completion_lists_what_a_user_calls() -> None:
+    class Own(Callback):
+        def after_loss(self) -> None:
+            names.update(dir(self))
+
+    names: set[str] = set()
+    learn = synth_learner(cbs=Own())
+    listed = {name for name in dir(learn) if not name.startswith('_')}
+    assert {'fit', 'model', 'recorder', 'own', 'xb'} <= listed and not {'parts', 'a'} & listed
+    assert len(listed) <= 100
+    learn.fit(1)
+    assert {'after_loss', 'learn', 'xb', 'pred', 'loss', 'opt'} <= names and 'fit' not in names
 
 
 def test_the_model_can_be_replaced() -> None:
