@@ -1,7 +1,7 @@
 # What is done often, with .venv's Python where there is one.
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: docs test quick lint peers wheel
+.PHONY: docs test quick lint peers wheel constraints
 
 docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html \
@@ -25,3 +25,7 @@ peers:  # other packages' callbacks, in learnkit and in their own trainers; into
 
 wheel:  # the package as it is uploaded, into dist/
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
+
+constraints:  # the versions that are installed, into constraints.txt
+	{ head -2 constraints.txt; $(PYTHON) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt

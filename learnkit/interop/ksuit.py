@@ -55,7 +55,11 @@ EVENTS: tuple[str, ...] = tuple(
     'track_after_update_step after_update after_epoch'.split()
 )
 PERIODIC = ('periodic_callback', '_periodic_callback')
-STOP_HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS_HOOKS, 'at_eval', *STOP_HOOKS)
+STOP_HOOKS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
+PASS_HOOKS = ('process_data', 'process_results')
+WRAPPED = 'before_training after_training track_after_accumulation_step track_after_update_step'
+TEMPLATES = {f'_{name}': name for name in WRAPPED.split()}
+HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS_HOOKS, 'at_eval', *STOP_HOOKS)
 COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
 HOOK_ARGUMENTS = {
     'before_every_accumulation_step': 'batch',

@@ -24,9 +24,10 @@ TIMEOUT_S = 2  # for a worker that hangs
 
 
 class Faulty(TensorDataset):
-    """A data set that makes its worker fail in the fifth batch of that worker, while a file asks for it.
+    """A data set that makes its worker fail in the third batch of that worker, while a file asks for it.
 
-    By then the fit runs: torch raises a worker's death from a signal handler, which may not hit the start of a thread.
+    By then the fit runs, and with `prefetch_factor=1` the worker's earlier batches have arrived. torch raises the death
+    of a worker from a signal handler: in the start of a thread or the transfer of a batch it would be another error.
     """
 
     what: str
@@ -35,7 +36,7 @@ class Faulty(TensorDataset):
 
     def __getitem__(self, i: int) -> Any:
         self.n_read += 1
-        if self.n_read == 4 * BS + 1 and get_worker_info() is not None and self.flag.exists():
+        if self.n_read == 2 * BS + 1 and get_worker_info() is not None and self.flag.exists():
             if self.what == 'killed':
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == 'raises':
@@ -47,7 +48,8 @@ class Faulty(TensorDataset):
 
 def dls(what: str, flag: Path, persistent: bool) -> DataLoaders:
     timeout = TIMEOUT_S if what == 'hangs' else 600
-    found = torch_dls(n_workers=2, n_train=12, timeout=timeout, persistent_workers=persistent)
+    options = {'timeout': timeout, 'persistent_workers': persistent, 'prefetch_factor': 1}
+    found = torch_dls(n_workers=2, n_train=8, **options)
     for loader in found:
         loader.dataset.__class__ = Faulty
         loader.dataset.what, loader.dataset.flag = what, flag

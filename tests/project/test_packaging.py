@@ -120,3 +120,16 @@ def test_other_commands_are_refused(argv: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and 'usage: python -m learnkit' in capsys.readouterr().err
+
+
+def test_a_release_has_one_version_and_its_notes() -> None:
+    def release(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / '.github' / 'release.py'), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    tag = f'v{VERSION}'
+    assert release('check', tag).returncode == 0
+    wrong = release('check', 'v99.0')
+    assert wrong.returncode == 1 and 'CITATION.cff' in wrong.stderr
+    assert release('notes', tag).stdout.strip()
+    assert 'no section 99.0' in release('notes', 'v99.0').stderr
