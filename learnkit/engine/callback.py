@@ -191,7 +191,6 @@ class Callback:
     smooth_loss: Tensor
 
     if TYPE_CHECKING:  # events, for editors and type checkers
-
         # the events: names that an editor completes in a subclass
         def after_create(self) -> Any: ...
 
