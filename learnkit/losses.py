@@ -21,6 +21,7 @@ from learnkit.core.errors import LossError, OptionError
 from learnkit.engine.denominator import (
     ClassTargets,
     Denominator,
+    Elements,
     Samples,
     Unknown,
     denominator_of,
@@ -285,8 +286,8 @@ class _UnflattenedLoss(_ClassScores, nn.Module):
         return targ
 
     def loss_denominator(self) -> Denominator:
-        "Return the denominator of the mean: the number of samples."
-        return Samples()
+        "Return the denominator of the mean: the number of targets."
+        return Elements(self)
 
 
 class LabelSmoothingCrossEntropy(_UnflattenedLoss):

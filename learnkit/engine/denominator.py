@@ -1,8 +1,9 @@
 """Denominators of mean losses: the number that a loss function divides the sum of its terms by.
 
-The denominator is the number of samples, of targets that are not ignored, or the sum of their class weights. It is the
-weight of a batch in the loss of an epoch, and in the gradients of microbatches, accumulated batches and ranks. Only
-with these weights does the mean over batches equal the loss of all batches together."""
+The denominator is the number of samples, of elements of the targets, of targets that are not ignored, or the sum of
+their class weights. It is the weight of a batch in the loss of an epoch, and in the gradients of microbatches,
+accumulated batches and ranks. Only with these weights does the mean over batches equal the loss of all batches
+together."""
 
 from __future__ import annotations
 
@@ -37,6 +38,13 @@ IGNORED = -100  # torch's default `ignore_index`
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
 # functions, and the `forward` of modules
 CLASS_LOSSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+ELEMENT_LOSSES = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss, F.kl_div,
+    nn.MSELoss.forward, nn.L1Loss.forward, nn.SmoothL1Loss.forward, nn.HuberLoss.forward,
+    nn.BCELoss.forward, nn.BCEWithLogitsLoss.forward, nn.PoissonNLLLoss.forward,
+    nn.SoftMarginLoss.forward, nn.KLDivLoss.forward,
+)  # fmt: skip
 
 
 class Denominator:
@@ -51,6 +59,23 @@ class Denominator:
 
 class Samples(Denominator):
     "Denominator of a mean over the samples."
+
+
+class Elements(Denominator):
+    "Denominator of a mean over all elements of the targets; of another reduction, the number of samples."
+
+    def __init__(
+        self,
+        options: Any,  # module or namespace with `reduction`, read for each batch
+    ) -> None:
+        self.options = options
+
+    @override
+    def count(self, yb: tuple[Any, ...]) -> Any:
+        reduction = getattr(self.options, 'reduction', 'mean')
+        if reduction in ('sum', 'batchmean') or not (yb and isinstance(yb[0], Tensor)):
+            return None
+        return yb[0].numel()
 
 
 class Tokens(Denominator):
@@ -144,6 +169,8 @@ def denominator_of(loss_func: Any) -> Denominator:
     3
     >>> denominator_of(partial(F.cross_entropy, ignore_index=0)).count((torch.tensor([1, 0, 2]),))
     2
+    >>> denominator_of(nn.MSELoss()).count((torch.zeros(3, 2),))
+    6
     """
     loss_func = bare_model(loss_func)
     if hasattr(loss_func, 'loss_denominator'):
@@ -156,12 +183,12 @@ def denominator_of(loss_func: Any) -> Denominator:
         computes = loss_func.func
     if computes in CLASS_LOSSES:
         return ClassTargets(options)
-    # a `weight` of samples is a divisor, too
     is_weighted = isinstance(options, SimpleNamespace) and hasattr(options, 'weight')
-    module = getattr(computes, '__module__', None) or ''
-    if module.startswith('torch.nn') and not is_weighted:
+    if computes in ELEMENT_LOSSES and not is_weighted:
+        return Elements(options)
+    if type(loss_func).__module__.startswith('torch.nn'):
         return Samples()
-    return Unknown(name_of(loss_func))
+    return Unknown(getattr(loss_func, '__name__', None) or type(loss_func).__name__)
 
 
 def find_model_denominator(model: nn.Module) -> Denominator:

@@ -77,14 +77,14 @@ MEANS: dict[str, tuple[Any, list[tuple[Tensor, Tensor]]]] = {
 def test_means_weighted_by_the_denominator_match_the_total_mean(kind: str) -> None:
     loss_func, parts = MEANS[kind]
     count = denominator_of(loss_func).count
-    weights = [len(targ) if count((targ,)) is None else count((targ,)) for _, targ in parts]
+    weights = [count((targ,)) for _, targ in parts]
     pred, targ = (torch.cat([part[i] for part in parts]) for i in range(2))
     losses = [loss_func(*part).item() for part in parts]
     mean = sum(x * w for x, w in zip(losses, weights, strict=True)) / sum(weights)
     assert mean == pytest.approx(loss_func(pred, targ).item(), abs=1e-14)
 
 
-def test_what_is_not_a_mean_counts_samples() -> None:
+def test_what_is_not_a_mean_counts_samples_or_elements() -> None:
     targ = torch.tensor([[1, -100], [0, 2]])
     assert denominator_of(nn.CrossEntropyLoss(reduction='sum')).count((targ,)) is None
     assert denominator_of(nn.CrossEntropyLoss(WEIGHT, reduction='none')).count((targ,)) == 4

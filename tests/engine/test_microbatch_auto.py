@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import SAM, Callback, DataLoaders, Learner
+from learnkit import SAM, Callback, DataLoaders, FitError, Learner
 
 
 class Hungry(nn.Module):
@@ -117,11 +117,11 @@ def test_pending_gradients_survive() -> None:
     torch.testing.assert_close(weights(found), weights(whole), rtol=0, atol=1e-12)
 
 
-def test_at_one_sample_the_error_is_raised() -> None:
+def test_at_one_sample_the_error_is_raised_with_the_sizes_tried() -> None:
     learn = learner(Hungry(fits=0))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         learn.fit(1)
-    assert any('not even one sample fits' in note for note in caught.value.__notes__)
+    assert any('tried 16, 8, 4, 2, 1' in note for note in caught.value.__notes__)
     assert all(p.grad is None for p in learn.model.parameters())
     learn.model.fits = 16
     learn.fit(1)
@@ -137,6 +137,12 @@ def test_other_errors_are_not_retried() -> None:
     with pytest.raises(RuntimeError, match='shapes'):
         learn.fit(1)
     assert model.sizes == [16]
+
+
+def test_bad_sizes_are_refused() -> None:
+    for size in ('half', 0, -1, 1.5):
+        with pytest.raises(FitError, match='microbatch'):
+            learner(Hungry(16), size)
 
 
 @pytest.mark.parametrize('other', ['lbfgs', 'sam'])

@@ -131,7 +131,7 @@ def test_a_mean_over_samples_is_not_warned_of(kind: str, dtype: torch.dtype) -> 
     assert count_warnings(lambda: learn.fit(2)) == 0
 
 
-# -- sums ------------------------------------------------------------------------------------------
+# -- sums and means over elements ------------------------------------------------------------------
 
 
 def summed_learner(sizes: list[int], **options: Any) -> Learner:
@@ -151,3 +151,30 @@ def test_a_sum_is_divided_by_the_samples(sizes: list[int]) -> None:
     assert now['train_loss'] == pytest.approx(expected, rel=1e-13)
     assert now['valid_loss'] == pytest.approx(expected, rel=1e-13)
     assert now['perplexity'] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-6)
+
+
+ELEMENT_LOSSES: dict[str, Any] = {
+    'PoissonNLLLoss': nn.PoissonNLLLoss(),
+    'soft_margin_loss': F.soft_margin_loss,
+    'KLDivLoss': nn.KLDivLoss(),
+    'MSELoss': nn.MSELoss(),
+}
+
+
+@pytest.mark.filterwarnings('ignore:reduction:UserWarning')  # torch, of KLDivLoss
+@pytest.mark.parametrize('kind', ELEMENT_LOSSES)
+def test_ragged_batches_are_weighted_by_elements(kind: str) -> None:
+    gen = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randn(n, length, generator=gen, dtype=torch.float64),
+            torch.rand(n, length, generator=gen, dtype=torch.float64),
+        )
+        for n, length in ((4, 3), (4, 9), (2, 5))
+    ]
+    loss_func = ELEMENT_LOSSES[kind]
+    flat = [torch.cat([batch[i].flatten() for batch in batches]) for i in range(2)]
+    expected = loss_func(*flat).item()
+    learn = learner((batches, batches), loss_func, model=nn.Sequential(nn.Identity()))
+    (loss,) = learn.validate()
+    assert loss == pytest.approx(expected, rel=1e-13)
