@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,8 @@ from learnkit.checkpoint.weights import (
     load_stored,
 )
 from learnkit.core.errors import CheckpointError, add_note
-from learnkit.core.model import bare_model
-from learnkit.core.plain import as_plain, identify_memory, to_plain
+from learnkit.core.model import bare_model, model_device
+from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
@@ -96,8 +96,10 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
     within_epoch = SAVE_POINTS.get(point) == 'batch'
+    trained = _collect_trained(learn)
     state = {
-        **_collect_trained(learn),
+        **trained,
+        'buffers': _collect_loose_buffers(learn.model, trained['model']),
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
         'frozen': {
             'names': [name for name, p in named if not p.requires_grad],
@@ -288,6 +290,7 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     learn.resumed = False
     state = resume.state
     load_stored(learn, _find_trained(state))
+    _restore_loose_buffers(learn.model, state.get('buffers', {}))
     _restore_flags(learn, state)
     with _roll_back_on_error(learn, resume):
         _restore_counters(learn, resume.loop)
@@ -370,6 +373,26 @@ def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
     raise CheckpointError(
         f'{path or "This state"} is not a checkpoint of a Learner. Weights alone are loaded by `learn.load(path)`.'
     )
+
+
+def _collect_loose_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:
+    "Return the non-persistent buffers, which a state dict leaves out, as far as a file can hold them."
+    named = bare_model(model).named_buffers(remove_duplicate=False)
+    return {k: b for k, b in named if k not in saved and type(b) is Tensor and is_dense(b)}
+
+
+def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    modules = dict(bare_model(model).named_modules())
+    for place, value in buffers.items():
+        path, _, name = place.rpartition('.')
+        if path not in modules or not hasattr(modules[path], name):
+            continue
+        module = modules[path]
+        buffer = getattr(module, name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            setattr(module, name, value.to(model_device(module, None), copy=True))
+        elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
+            buffer.copy_(value)
 
 
 def copy_to_host(state: Any) -> Any:

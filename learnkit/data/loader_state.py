@@ -1,54 +1,126 @@
-"""State of a loader that is not a `state_dict`: random generators and epoch numbers of the loader and its parts."""
+"""State of a loader: what the loader, its samplers and its data set keep while they are iterated.
+
+The state holds random generators, epoch numbers and counts. A sampler that shuffles by the number of its pass, for
+example, repeats the order of an epoch only if that number is restored. A number that never changes is an option,
+which a resumed process may set to another value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from types import NoneType
 from typing import Any
+from weakref import finalize
 
-from learnkit.core.random import capture_own, restore_own
+from torch.utils.data import Sampler
 
-State = dict[str, Any]  # 'own': generators, 'epochs', each by attribute path
+from learnkit.core.random import capture_generator, capture_own, restore_own
+from learnkit.data.dataloaders import TensorLoader
+
+State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribute path
+
+_NUMBERS = (int, float, bool, NoneType)
+_PARTS = ('sampler', 'batch_sampler', 'dataset')
+_DEEPEST = 3
+# numbers of an owner as they were first seen, by the owner's id
+_first_numbers: dict[int, dict[str, Any]] = {}
 
 
 def capture_loader_state(dl: Any) -> State:
-    """Return the generators and epoch numbers of a loader, its samplers and its data set.
+    """Return the generators, epoch numbers and counts of a loader and its parts as tensors and plain values.
 
-    >>> from torch.utils.data import DataLoader, DistributedSampler
-    >>> sampler = DistributedSampler(range(4), num_replicas=2, rank=0)
-    >>> sampler.set_epoch(3)
-    >>> capture_loader_state(DataLoader(range(4), sampler=sampler))
-    {'own': {}, 'epochs': {'sampler': 3}}
+    Each count comes with the value that it had when this process first saw its owner.
+
+    >>> from torch.utils.data import DataLoader
+    >>> class Reversing(Sampler):
+    ...     n_passes = 0
+    ...     def __iter__(self):
+    ...         self.n_passes += 1
+    ...         return iter([0, 1, 2][::-1 if self.n_passes % 2 else 1])
+    >>> dl = DataLoader(range(3), sampler=Reversing())
+    >>> _ = capture_loader_state(dl), list(dl), list(dl)
+    >>> capture_loader_state(dl)['counts']['sampler']
+    {'n_passes': (None, 2)}
     """
-    epochs = {path: getattr(part, 'epoch', None) for path, part in list_parts(dl)}
-    epochs = {path: epoch for path, epoch in epochs.items() if type(epoch) is int}
-    return {'own': capture_own(dl), 'epochs': epochs}
+    state: State = {'own': {}, 'epochs': {}, 'counts': {}}
+    if type(dl) is TensorLoader:
+        # it draws from one generator, and counts nothing
+        if dl.generator is not None:
+            state['own'] = {'generator': capture_generator(dl.generator)}
+        return state
+    state['own'] = capture_own(dl)
+    for path, owner in _find_parts(dl):
+        if type(getattr(owner, 'epoch', None)) is int:
+            state['epochs'][path] = owner.epoch
+        if _is_own(owner):
+            first, present = _read_numbers(owner)
+            state['counts'][path] = {name: (first.get(name), n) for name, n in present.items()}
+    return state
 
 
 def restore_loader_state(
     dl: Any,
     state: Mapping[str, Any],  # return value of `capture_loader_state` of a loader made alike
 ) -> list[str]:  # names of generators that this loader lacks
-    "Restore a loader's state. An epoch number is set by `set_epoch` if its owner has that method."
+    """Restore a loader's state, except counts that were changed neither there nor here.
+
+    An epoch number is set by `set_epoch` if its owner has that method."""
     epochs = state.get('epochs', {})
-    for path, part in list_parts(dl):
+    counts = state.get('counts', {})
+    for path, owner in _find_parts(dl):
         epoch = epochs.get(path)
-        if epoch is None or epoch == getattr(part, 'epoch', epoch):
+        if epoch is None or epoch == getattr(owner, 'epoch', epoch):
             continue
-        if hasattr(part, 'set_epoch'):
-            part.set_epoch(epoch)
+        if hasattr(owner, 'set_epoch'):
+            owner.set_epoch(epoch)
         else:
             with suppress(AttributeError):
-                part.epoch = epoch  # a read-only property raises
+                owner.epoch = epoch  # a read-only property raises
+    for path, owner in find_own_parts(dl):
+        if path not in counts:
+            continue
+        first, present = _read_numbers(owner)
+        for name, (saved_first, value) in counts[path].items():
+            if value != saved_first or present.get(name) != first.get(name):
+                owner.__dict__[name] = value
+        for name in present.keys() - first.keys() - counts[path].keys():
+            del owner.__dict__[name]  # the first pass makes it
     return restore_own(dl, state.get('own', {}))
 
 
-def list_parts(dl: Any) -> list[tuple[str, Any]]:
-    "Return (attribute path, object) of a loader, its samplers and its data set, each once."
-    parts = [('', dl)]
-    for path, owner in parts:  # grows during the loop
-        for name in ('sampler', 'batch_sampler', 'dataset'):
-            part = getattr(owner, '__dict__', {}).get(name)
-            if part is not None and all(part is not known for _, known in parts):
-                parts.append((f'{path}.{name}'.removeprefix('.'), part))
-    return parts
+def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
+    "Return (attribute path, object) of the parts of a loader that were written by the user."
+    return [(path, owner) for path, owner in _find_parts(dl) if _is_own(owner)]
+
+
+def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
+    "Yield (attribute path, object) of a loader, its samplers and its data sets, each once."
+    found = [('', dl)]
+    seen = {id(dl)}
+    for _ in range(_DEEPEST):
+        inner = []
+        for path, owner in found:
+            # a loader's own state includes its epoch and its counts
+            if path or not hasattr(type(owner), 'load_state_dict'):
+                yield path, owner
+            for name, value in getattr(owner, '__dict__', {}).items():
+                is_part = name in _PARTS or isinstance(value, Sampler)
+                if is_part and id(value) not in seen:
+                    seen.add(id(value))
+                    inner.append((f'{path}.{name}'.removeprefix('.'), value))
+        found = inner
+
+
+def _is_own(owner: Any) -> bool:
+    return type(owner).__module__.partition('.')[0] != 'torch' and hasattr(owner, '__dict__')
+
+
+def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    "Return the attributes that are numbers, as this process first saw them and as they are now, without `epoch`."
+    present = {k: v for k, v in vars(owner).items() if type(v) in _NUMBERS and k != 'epoch'}
+    key = id(owner)
+    if key not in _first_numbers:
+        with suppress(TypeError):  # an object of a class with `__slots__`
+            finalize(owner, _first_numbers.pop, key)  # a newer object may get the id
+            _first_numbers[key] = present
+    return _first_numbers.get(key, present), present

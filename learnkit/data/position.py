@@ -26,7 +26,7 @@ from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
-from learnkit.data.loader_state import capture_loader_state, list_parts, restore_loader_state
+from learnkit.data.loader_state import capture_loader_state, find_own_parts, restore_loader_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
@@ -123,6 +123,7 @@ class LoaderPosition:
         now = _capture(self.dl)
         if self.n_workers and self.start is not None:
             now['own'] = _without_samplers(now['own'])
+            now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
             state = _loader_state(self.dl)
@@ -174,14 +175,18 @@ class LoaderPosition:
         dl = self.dl
         if self.start is None or not n_drawn or not _has_index_lists(dl):
             return
+        if not dl.in_order and dl.num_workers:
+            warn_user(
+                'A DataLoader with in_order=False gives batches as its workers finish them: some come twice and some '
+                'not at all in an epoch that is resumed. Exact: in_order=True.'
+            )
         if dl.persistent_workers:
             warn_user(
                 'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
                 'random samples will differ after a resume. Exact: persistent_workers=False.'
             )
-        parts = [part for path, part in list_parts(_unshard(dl)) if belongs_to_sampler(path)]
-        own = [part for part in parts if not type(part).__module__.startswith('torch.')]
-        kinds = {type(part).__name__ for part in own}
+        parts = find_own_parts(_unshard(dl))
+        kinds = {type(part).__name__ for path, part in parts if belongs_to_sampler(path)}
         if not kinds:
             return
         with _preserved(dl):
@@ -191,8 +196,8 @@ class LoaderPosition:
         if not are_equal(drawn, drawn_again, others=True):
             warn_user(
                 f'The sampler of the training loader ({", ".join(sorted(kinds))}) gives other indices when the order '
-                'of an epoch is drawn again: a resumed run will train on other batches. Let it keep its count of '
-                'passes as `epoch`, and its random generators, in attributes.'
+                'of an epoch is drawn again: a resumed run will train on other batches. Let it keep its '
+                'counts as numbers, and its random generators, in attributes.'
             )
 
     # -- resuming from a position ------------------------------------------------------------------

@@ -141,6 +141,8 @@ class Unknown(Denominator):
     ) -> None:
         self.name = name
         self.has_warned = False
+        self.has_compared = False  # a batch of an evaluation was compared with its parts
+        self.sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 
     def warn(self, why: str) -> None:
         "Warn once that the batches are not weighted as the loss would have it."
@@ -232,13 +234,21 @@ class LossWeights:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
         if callable(learn.weight_func):
             return learn.weight_func(xb, yb)
-        weight = None
+        weight = denominator = None
         if not (learn.training and self.averages_samples):
             denominator = self.denominator(learn)
             if not learn.iter and isinstance(denominator, Unknown):
                 denominator.warn_of_ignored(yb)
             weight = denominator.count(yb)
-        return find_bs(xb, yb, learn.size_func) if weight is None else weight
+        if weight is not None:
+            return weight
+        n = find_bs(xb, yb, learn.size_func)
+        if isinstance(denominator, Unknown) and not learn.training:
+            denominator.sizes.add(n)
+            if len(denominator.sizes) > 1 and n > 1 and not denominator.has_compared:
+                denominator.has_compared = True
+                check_is_mean(learn, vars(learn).get('pred'))
+        return n
 
     def denominator(self, learn: Learner) -> Denominator:
         "Return the denominator of the loss, which is found once for each loss function."

@@ -14,7 +14,9 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, CancelException, OrderError
+from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
+    SET_BY_BASE,
     Callback,
     declared,
     defined_on_class,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
+_DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
 # attributes of fastai's callbacks
 _FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
@@ -189,7 +192,7 @@ class CallbackHost:
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
-    run: Any  # `Run`: state of the current run
+    run: Any  # `Run`
     parts: Any  # Parts
 
     def __init__(self) -> None:
@@ -319,6 +322,7 @@ class CallbackHost:
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
+        complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
@@ -362,13 +366,19 @@ class CallbackHost:
         return self
 
     def _select_cbs(self, selectors: list[Any]) -> list[Any]:
-        "Return the callbacks that are given as instances or classes."
+        "Return the callbacks that are given as instances or classes; warn of default callbacks given by a base class."
         classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
-        return [
-            cb
-            for cb in self.parts.callbacks
-            if isinstance(cb, classes) or type(cb) in selectors or contains_object(selectors, cb)
-        ]
+        found = []
+        for cb in self.parts.callbacks:
+            is_named = type(cb) in selectors or contains_object(selectors, cb)
+            if is_named or isinstance(cb, classes):
+                found.append(cb)
+            if not is_named and isinstance(cb, classes) and type(cb).__name__ in _DEFAULT_NAMES:
+                warn_user(
+                    f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
+                    'give the class of the callback that is to go.'
+                )
+        return found
 
     def _detach_cb(self, cb: Any) -> None:
         self.parts.callbacks.notify('on_removed', to=cb)
@@ -526,6 +536,27 @@ def takes_every_event(
 ) -> bool:
     "Return True if a class of callbacks overrides `run_event` or `__call__`."
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
+
+
+def complete_attributes(cb: Any) -> None:
+    """Set what a constructor of this package sets by default, if a subclass has not called it.
+
+    Raises `CallbackError` if the constructor has no default for an argument.
+    """
+    cls = type(cb)
+    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
+    if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
+        return
+    if base.__init__ is Callback.__init__:
+        return
+    own = dict(vars(cb))
+    try:
+        base.__init__(cb)
+    except TypeError as e:
+        raise CallbackError(
+            f'{cls.__name__}.__init__ has to call `super().__init__(...)` with the arguments of {base.__name__}: {e}.'
+        ) from e
+    vars(cb).update(own)
 
 
 def as_callback(cb: Any) -> Callback:

@@ -15,6 +15,7 @@ Train mode and counters are set by `TrainEvalCallback`, which every run has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.events import LEVELS
 from learnkit.engine.loss import release_loss
-from learnkit.engine.run import Run
+from learnkit.engine.run import Run, refuse_run
 from learnkit.engine.seams import Seams
 from learnkit.optim.wrapper import evaluation_weights
 
@@ -58,7 +59,7 @@ class Loop(CallbackHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run()
+        self._run = Run()
         self.seams: Any = Seams()
         self.training = self.fitting = False
         self.phase = self.dl_name = 'train'
@@ -67,6 +68,8 @@ class Loop(CallbackHost):
         self.n_iter: int | None = None
         self.pct_train = 0.0
         self._end_cleanup()
+
+    run = property(attrgetter('_run'), refuse_run, doc='State of the current run.')
 
     # -- the loop --------------------------------------------------------------------------------
 

@@ -108,12 +108,10 @@ class Microbatches:
                 self.run(learn, size)
                 return
             except RuntimeError as e:
-                tried.append(size)
                 if not is_out_of_memory(e):
                     raise
                 if size == 1:
-                    sizes = ', '.join(map(str, tried))
-                    add_note(e, f"microbatch='auto': not even one sample fits; tried {sizes}")
+                    add_note(e, "microbatch='auto': not even one sample fits")
                     raise
             # outside of `except`, where the frames that hold the failed pass's tensors are released
             restore_gradients(learn, [(p, grad.clone()) for p, grad in pending])

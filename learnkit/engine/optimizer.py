@@ -370,16 +370,34 @@ def note_left_out(learn: Learner, opt: OptimWrapper, left_out: set[nn.Parameter]
     opt.left_out = left_out
     if not new:
         return
+    warn_user(
+        'These parameters require gradients and are in no optimizer, so nothing trains them: '
+        f'{join_names(learn, new)}. Let the `splitter`, or whoever made the '
+        'optimizer, include them, or call `requires_grad_(False)` on them.'
+    )
+
+
+def warn_of_late_params(learn: Learner) -> None:
+    "Warn of parameters that were unfrozen or replaced within an epoch, and were not trained in the rest of it."
+    opt = learn.opt
+    if not isinstance(opt, OptimWrapper) or opt.seen is None:
+        return
+    late = list_left_out(opt, list_all_params(learn)) - opt.left_out
+    if late:
+        warn_user(
+            'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '
+            f'{join_names(learn, late)}. To train them at once, change them in `before_epoch`.'
+        )
+
+
+def join_names(learn: Learner, params: set[nn.Parameter]) -> str:
+    "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
     named = [*bare_model(learn.model).named_parameters()]
     for loss_func in list_modules(learn)[1:]:
         named += [(f'loss_func.{name}', p) for name, p in loss_func.named_parameters()]
-    names = [name for name, p in named if p in new]
+    names = [name for name, p in named if p in params]
     rest = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
-    warn_user(
-        'These parameters require gradients and are in no optimizer, so nothing trains them: '
-        f'{", ".join(names[:MAX_NAMES])}{rest}. Let the `splitter`, or whoever made the '
-        'optimizer, include them, or call `requires_grad_(False)` on them.'
-    )
+    return ', '.join(names[:MAX_NAMES]) + rest
 
 
 # -- freezing --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
-from learnkit.engine.optimizer import cover_params
+from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -191,6 +191,8 @@ class TrainingPasses(Source):
             self.is_cut = stopping and self.n_drawn != learn.n_iter
             self.rest = batches if stopping and learn.n_epoch is None else None
             learn.timings.stop(learn)
+            if learn.fitting:
+                warn_of_late_params(learn)
 
     def close(self) -> None:
         "Release the position of the last pass, unless a budget has cut the pass."

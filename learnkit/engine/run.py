@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learnkit.core.errors import CancelError, CancelException, add_note
+from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
@@ -54,6 +54,14 @@ class Run:
     def is_active(self) -> bool:
         "True from the start of a run until its cleanup begins."
         return self.depth > 0 and self.kind != CLEANUP
+
+
+def refuse_run(learn: Learner, value: object) -> None:
+    "Raise `FitError` for an assignment to `learn.run`."
+    raise FitError(
+        f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. To switch a '
+        'callback off, set `run = False` on the callback.'
+    )
 
 
 def clear_pass(learn: Learner) -> None:

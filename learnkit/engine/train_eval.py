@@ -11,6 +11,7 @@ from typing_extensions import override
 from learnkit.core.batch import describe
 from learnkit.core.errors import CancelEpochException, TimeError
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
+from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count, token_count
 
@@ -109,12 +110,14 @@ class TrainEvalCallback(Callback):
     >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
     (20, 1, 1.0)
 
+    A callback that sets `learn.loss` instead of `loss_grad`, which is minimized, is warned of in the first batch.
     Checkpointed: the modules in evaluation mode.
     """
 
     order = -10
     run_valid = False
     needs_events = False
+    runs_last = ('before_backward',)
 
     def before_fit(self) -> None:
         _begin_run(self.learn)
@@ -123,6 +126,11 @@ class TrainEvalCallback(Callback):
         self.learn.parts.modes.train(self.learn)
         if self.learn.parts.counters.needed:
             self.before_batch = self._check_counted  # type: ignore[method-assign]
+        table = self.learn.parts.callbacks.tables[True]
+        handlers = [*table['after_loss'], *table['before_backward']]
+        if not self.learn.train_iter and any(_is_of_user(cb) for _, _, cb in handlers):
+            self.after_loss = self._note_loss  # type: ignore[method-assign]
+            self.before_backward = self._check_loss  # type: ignore[method-assign]
 
     def _check_counted(self) -> None:
         "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
@@ -137,6 +145,25 @@ class TrainEvalCallback(Callback):
                     f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
                     f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
                 )
+
+    def _note_loss(self) -> None:
+        del self.after_loss
+        self._nodes = self._list_nodes()
+
+    def _check_loss(self) -> None:
+        "Warn if a callback has changed `loss` but not `loss_grad` in the first batch."
+        del self.before_backward
+        before, now = vars(self).pop('_nodes', None), self._list_nodes()
+        if before and before[0] is not now[0] and before[1] is now[1]:
+            warn_user(
+                'A callback has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`: to '
+                'train on another loss, set `self.learn.loss_grad`, and then `self.learn.loss` to record it.'
+            )
+
+    def _list_nodes(self) -> list[Any]:
+        "Return the nodes of `loss` and `loss_grad` in the graph, which any operation replaces, also in-place."
+        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
+        return [getattr(value, 'grad_fn', None) for value in values]
 
     def before_validate(self) -> None:
         self.learn.parts.modes.evaluate(self.learn)
@@ -157,6 +184,9 @@ class TrainEvalCallback(Callback):
 
     def cleanup(self) -> None:
         self.learn.parts.modes.saved = []
+        for name in ('before_batch', 'after_loss', 'before_backward', '_nodes'):
+            if name in vars(self):
+                delattr(self, name)
 
     @override
     def state_dict(self) -> dict[str, Any] | None:
@@ -174,6 +204,11 @@ def missing_train_eval(learn: Learner) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
     has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.parts.callbacks)
     return [] if has_one else [TrainEvalCallback()]
+
+
+def _is_of_user(cb: Any) -> bool:
+    "Return True for a callback whose handlers are from outside the package."
+    return type(cb) is Callback or not type(cb).__module__.startswith('learnkit.')
 
 
 class SkipToEpoch(Callback):

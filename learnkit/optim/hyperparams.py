@@ -153,8 +153,9 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
         values = list(value)
     else:
         values = [value] * n
-    # checkpoints hold no numbers of NumPy
+    # checkpoints hold no numbers of NumPy; YAML reads 1e-3 as text
     values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    values = [float(v) if isinstance(v, str) else v for v in values]
     bound = UPPER_BOUNDS.get(name, math.inf)
     least = 0 if name in HYPERS or name in OPTIONS else -math.inf
     for v in values:

@@ -16,6 +16,7 @@ from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.optim.hyperparams import (
     DECAYS,
+    OPTIONS,
     Hypers,
     as_groups,
     check_maker,
@@ -98,7 +99,8 @@ class OptimWrapper(torch.optim.Optimizer):
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # the slots of each group of the splitter, one for each of its parts
         self.positions: list[list[Slot]] = []
-        self._find_groups()
+        if len(self._find_groups()) > 1:
+            unshare_options(self.optimizers.values())
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
         self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
         self.frozen_idx = 0  # number of frozen groups
@@ -265,6 +267,12 @@ class OptimWrapper(torch.optim.Optimizer):
             Hypers(groups, self.exempt, partial(self._split_group, i))
             for i, groups in enumerate(self._find_groups())
         )
+
+    @hypers.setter
+    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
+        "Set hyperparameters by a mapping for each group."
+        for own, row in zip(self.hypers, values, strict=True):
+            own.update(row)
 
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."
@@ -493,6 +501,16 @@ class OptimWrapper(torch.optim.Optimizer):
         lrs = dict.fromkeys(f'{lr:.3g}' for lr in self.lrs)
         lr = ', '.join(lrs) if len(lrs) == 1 else f'[{", ".join(lrs)}]'
         return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
+
+
+def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    "Clone option tensors (such as `lr`) that several param groups share."
+    ids: set[int] = set()
+    for g in (g for o in optimizers for g in o.param_groups):
+        for name in (n for n in OPTIONS if isinstance(g.get(n), torch.Tensor)):
+            if id(g[name]) in ids:
+                g[name] = g[name].clone()
+            ids.add(id(g[name]))
 
 
 def evaluation_weights(learn: Any) -> AbstractContextManager[None]:
