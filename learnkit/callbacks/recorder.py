@@ -25,7 +25,7 @@ from learnkit.callbacks.epoch_metrics import (
 from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
-from learnkit.core.errors import BatchError, MetricError, did_you_mean
+from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
 from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
@@ -102,6 +102,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         beta: float = 0.98,  # smoothing factor of the training loss
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
+        if train_loss not in ('mean', 'smooth'):
+            raise OptionError(f'Recorder: train_loss={train_loss!r}: give `mean` or `smooth`.')
         self.train_loss = train_loss
         self.add_time = add_time
         self.train_metrics = train_metrics

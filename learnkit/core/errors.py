@@ -191,7 +191,7 @@ class CallbackError(LearnkitError, TypeError):
     >>> synth_learner(cbs=print)
     Traceback (most recent call last):
     learnkit.core.errors.CallbackError: <built-in function print> (builtin_function_or_method) is not a callback:
-    write `Callback(before_fit=print)`, with its event.
+    give a Callback, its class, or `Callback(event=function)`.
     """
 
 
@@ -360,7 +360,7 @@ class WeightsError(LearnkitError, ValueError):
     ...     path = synth_learner().save(f'{folder}/line')
     ...     try: synth_learner(model=nn.Linear(1, 1)).load(path)
     ...     except WeightsError as e: print(str(e).replace(folder, '.'))
-    ./line.pth does not fit Linear, in 4 places. Nothing was loaded. It is of another model: ...
+    ./line.pth does not fit Linear, in 4 places. Nothing was loaded. Pass `strict=False` to load what fits by name.
       missing: weight [1, 1]
       missing: bias [1]
       unexpected: a [1]

@@ -239,6 +239,8 @@ def _is_part(value: Any) -> bool:
     "Return True for a part of a model, a function or another callable, a file, and an object of this package."
     if isinstance(value, Tensor):
         return value.requires_grad
+    if isinstance(value, Callback):
+        return value.learn is not None
     return isinstance(value, _RECREATED_TYPES) or _is_from_learnkit(type(value)) or callable(value)
 
 

@@ -55,12 +55,15 @@ class Metric(Accumulates):
     @property
     def value(self) -> Any:
         "The metric of all batches since `reset`; None before the first."
-        raise NotImplementedError
+        raise NotImplementedError(f'{type(self).__name__} has no `value`: define that property.')
 
     @property
     def name(self) -> str:
         "Name of the column; by default the class name in snake_case, without a trailing 'Metric'."
         return self._name or class2attr(self, 'Metric')
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}({self.name})'
 
 
 class Mean(Accumulates):

@@ -146,9 +146,9 @@ def combine_scheds(
     shares = [float(p) for p in pcts]
     if len(shares) != len(scheds):
         raise ScheduleError(f'{len(shares)} shares for {len(scheds)} schedules: give one each.')
-    if abs(math.fsum(shares) - 1) > ROUNDING:
+    if min(shares, default=0) < 0 or abs(math.fsum(shares) - 1) > ROUNDING:
         raise ScheduleError(
-            f'pcts={shares} sum to {math.fsum(shares):g}: shares of a whole sum to 1.'
+            f'pcts={shares} sum to {math.fsum(shares):g}: shares of a whole are 0 or more, and sum to 1.'
         )
     filled = [(p, f) for p, f in zip(shares, scheds, strict=True) if p]
     return _Combined([p for p, _ in filled], [f for _, f in filled])

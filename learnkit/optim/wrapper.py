@@ -272,7 +272,8 @@ class OptimWrapper(torch.optim.Optimizer):
     def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
         "Set hyperparameters by a mapping for each group."
         for own, row in zip(self.hypers, values, strict=True):
-            own.update(row)
+            for name, value in row.items():
+                own[name] = value
 
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."

@@ -232,10 +232,9 @@ def test_what_cannot_be_cut_is_named(xb: Any, yb: Any, n: int, match: str) -> No
         slice_batch(xb, yb, n, [slice(0, 2), slice(2, 4)])
 
 
-@pytest.mark.parametrize('microbatch', [2, 100])
-def test_a_batch_that_cannot_be_cut_is_refused_before_the_first_step(microbatch: Any) -> None:
-    small = (torch.ones(2), pack_sequence([torch.zeros(2)] * 2))
-    learn, calls = learner([small] * 3, microbatch=microbatch), []
+def test_a_batch_that_cannot_be_cut_is_refused_before_the_first_step() -> None:
+    small = (torch.ones(4), pack_sequence([torch.zeros(2)] * 4))
+    learn, calls = learner([small] * 3, microbatch=2), []
     learn.model.register_forward_hook(lambda *args: calls.append(1))
     with pytest.raises(BatchError, match='PackedSequence'):
         learn.fit(1)

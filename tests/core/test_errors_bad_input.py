@@ -147,8 +147,8 @@ class NeedsArgs(Callback):
 CALLBACKS = [
     (5, ['5', 'Callback(event=function)']),
     ('mixup', ["'mixup'"]),
-    (mae, ['mae', 'Callback(before_fit=mae)']),
-    (nn.Linear, ['Linear', 'Callback(before_fit=Linear)']),
+    (mae, ['mae', 'Callback(event=function)']),
+    (nn.Linear, ['Linear', 'Callback(event=function)']),
     (NeedsArgs, ['NeedsArgs', 'without arguments', 'instance']),
     (object(), ['object']),
 ]

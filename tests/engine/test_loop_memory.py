@@ -103,13 +103,13 @@ def log_mean(cb: Any) -> None:
         # the first batch is compared with its halves, once
         (
             {'metrics': AvgMetric(accuracy, on='both')},
-            {'after_train': 2, 'after_validate': 2, 'before_backward': 2},
+            {'after_train': 2, 'after_validate': 2, 'before_backward': 3},
         ),
         ({'microbatch': 2}, {'after_train': 1, 'after_validate': 1}),
         ({'microbatch': 2, 'weight_func': positive}, {'after_train': 1, 'after_validate': 1}),
         (
             {'metrics': AvgMetric(accuracy, on='both'), 'microbatch': 2},
-            {'after_train': 2, 'after_validate': 2, 'before_backward': 2},
+            {'after_train': 2, 'after_validate': 2, 'before_backward': 3},
         ),
         # the step with the samples left over, in after_train
         (

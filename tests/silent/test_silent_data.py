@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from learnkit import Callback, Learner
-from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, LossError
+from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, LossError, MetricError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
-from learnkit.metrics import AccumMetric, Metric
+from learnkit.metrics import Metric
 
 
 def points(n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -165,6 +165,8 @@ def test_a_form_that_cannot_be_is_an_error_before_the_first_step(
     x, y = points(4, 1)
     if batch == 'tuple':
         batch = (x, y)
+    elif batch == 'dict':
+        batch = {'x': x, 'y': y}
     else:
         batch = {'x': x, 'labels': y}
     model = nn.Linear(1, 1).double()
@@ -348,18 +350,6 @@ def closing(calls: list[str]) -> Callback:
     )
 
 
-def test_a_learner_is_closed_once_a_run() -> None:
-    calls: list[str] = []
-    learn = regression(cbs=closing(calls))
-    learn.fit(1)
-    learn.close()
-    learn.close()
-    assert calls == ['close', 'post_close']
-    learn.validate()  # open again
-    learn.close()
-    assert calls == ['close', 'post_close'] * 2
-
-
 def test_dropping_learners_at_interpreter_exit_is_silent() -> None:
     code = """
 import sys, torch
@@ -418,27 +408,13 @@ def squared(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred - targ).square().mean()
 
 
-def test_dicts_become_columns() -> None:
-    metrics = [AccumMetric(errors), Extremes, {'mean_squared': squared}]
-    learn = regression(metrics=metrics)
-    rows: list[Any] = []
-    learn.logger = rows.append
-    learn.fit(2)
-    expected = by_hand(learn.model, *points(6, 2))
-    last = {name: learn.history[-1][name] for name in expected}
-    assert last == pytest.approx(expected, rel=1e-12)
-    names = (
-        'epoch train_loss valid_loss bias abs_mean min max extremes_bias mean_squared time'.split()
-    )
-    assert list(learn.recorder.metric_names) == names
-    assert [len(r) for r in rows] == [len(names)] * 2
-    assert list(rows[1][3:-1]) == pytest.approx([last[n] for n in names[3:-1]])
-    assert set(names[1:-1]) <= set(learn.metric_names())
-    values = learn.validate()
-    assert list(values[1:]) == pytest.approx([expected[n] for n in names[3:-1]], rel=1e-12)
-    fresh = regression(metrics=metrics)
-    fresh.model.load_state_dict(learn.model.state_dict())
-    assert fresh.validate() == values
+def test_bad_dicts_are_errors_before_the_first_step() -> None:
+    for bad in ({}, {'a': torch.ones(2)}, {'a': {}}, {'a': 'b'}):
+        learn = regression(metrics=lambda pred, targ, bad=bad: bad)
+        before = learn.model.weight.clone()
+        with pytest.raises(MetricError):
+            learn.fit(1)
+        assert torch.equal(learn.model.weight, before)
 
 
 CROSS_ENTROPIES = (

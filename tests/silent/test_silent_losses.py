@@ -116,6 +116,17 @@ def test_a_loss_that_cannot_be_split_is_warned_of_in_processes() -> None:
     assert now == [1] * len(LOSSES)
 
 
+@pytest.mark.parametrize('kind', LOSSES)
+@pytest.mark.parametrize(('sizes', 'expected'), [([8, 8, 5], 1), ([8, 8, 8], 0)])
+def test_an_evaluation_of_unequal_batches(kind: str, sizes: list[int], expected: int) -> None:
+    batches = class_batches(sizes)
+    for y in (batches[0][1], batches[-1][1]):
+        y[:2] = torch.tensor([0, 3])[: len(y)]  # classes with and without a target
+    learn = learner((batches, batches), LOSSES[kind])
+    now = count_warnings(lambda: (learn.validate(), learn.validate()))
+    assert now == expected
+
+
 MEANS: dict[str, Callable[..., Any]] = {
     'function': lambda pred, y: F.cross_entropy(pred, y),
     'per sample': lambda pred, y: F.cross_entropy(pred, y, reduction='none').mean(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.metrics import Perplexity
+from tests.helpers.ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]
 N_CLASSES = 4
@@ -127,6 +129,15 @@ def adding(order: int) -> Callback:
     return cb
 
 
+def test_addition_to_loss_grad() -> None:
+    batches = class_batches([8] * 4)
+    expected = plain_weights(batches, F.cross_entropy, penalty)
+    learn = learner(batches, F.cross_entropy, adding(0), microbatch=2)
+    learn.fit(1)
+    now = distance(weights_of(learn.model), expected)
+    assert now < 1e-12
+
+
 @pytest.mark.parametrize('size', [None, 3])
 def test_addition_with_accumulation(size: int | None) -> None:
     batches = class_batches([4] * 6)
@@ -205,6 +216,27 @@ def test_accumulation_of_tokens(size: int | None) -> None:
     assert now < 1e-12
 
 
+def test_processes_of_tokens() -> None:
+    ((x, y),) = token_batches([24])
+    expected = plain_weights([(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)], of_tokens)
+
+    def job(rank: int) -> list[Any]:
+        from learnkit import DataLoaders
+
+        dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, shuffle=False)
+        learn = learner(dls, CrossEntropyLossFlat())
+        with learn.distributed('ddp', timeout='300s'):
+            learn.fit(1)
+        return [weights_of(learn.model), learn.history[0]['valid_loss']]
+
+    (ours, valid_loss), _ = run_ranks(job)
+    model = make_model()
+    nn.utils.vector_to_parameters(expected, model.parameters())
+    now = distance(ours, expected)
+    assert now < 1e-12
+    assert valid_loss == pytest.approx(of_tokens(model(x), y).item(), abs=1e-12)
+
+
 def test_huggingface_model() -> None:
     transformers = pytest.importorskip('transformers')
     config = transformers.GPT2Config(
@@ -258,3 +290,21 @@ def test_a_batch_of_nothing() -> None:
     assert now['train_loss'] == pytest.approx(expected, abs=1e-12)
     assert now['valid_loss'] == pytest.approx(expected, abs=1e-12)
     assert torch.isfinite(torch.tensor(learn.recorder.smooth_loss.smooth)).all()
+
+
+def test_own_function_is_warned_of() -> None:
+    batches = token_batches([4] * 3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        learner((batches, batches), lambda pred, y: of_tokens(pred, y)).fit(2)
+    messages = [str(w.message) for w in seen if 'weight_func' in str(w.message)]
+    assert len(messages) == 1 and "weight_func='tokens'" in messages[0]
+
+
+def test_weight_func_of_tokens() -> None:
+    batches = token_batches([5, 3, 2])
+    learn = learner((batches, batches), lambda pred, y: of_tokens(pred, y), weight_func='tokens')
+    x, y = joined(batches)
+    expected = of_tokens(make_model()(x), y).item()
+    (loss,) = learn.validate()
+    assert loss == pytest.approx(expected, abs=1e-13)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from learnkit import (
+    Adam,
     Callback,
     Learner,
     OptimWrapper,
@@ -390,3 +391,27 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
     assert gap(whole.model, again.model) == 0
+
+
+def test_the_user_declares_which_optimizers_need_a_closure() -> None:
+    p = nn.Parameter(torch.ones(1))
+    assert OptimWrapper(opt=Nearby([p], lr=LR)).needs_closure
+    assert not OptimWrapper(opt=Second([p], lr=LR)).needs_closure
+    assert OptimWrapper(opt=Second([p], lr=LR), needs_closure=True).needs_closure
+    assert not OptimWrapper(opt=Nearby([p], lr=LR), needs_closure=False).needs_closure
+    assert not OptimWrapper(opt=torch.optim.SGD([p], lr=LR)).needs_closure
+    assert OptimWrapper(opt=torch.optim.LBFGS([p])).needs_closure
+
+
+# ------------------------------------------------------------------------------ values by name
+
+
+def test_hypers_are_set_by_text_and_by_a_list() -> None:
+    learn = learner(net(), opt_func=Adam, splitter=split)
+    learn.create_opt()
+    learn.opt.hypers = [{'lr': '1e-3', 'mom': 0.5}, {'lr': 0.02}]
+    learn.opt.hypers[-1]['lr'] = '3e-2'
+    learn.opt.set_hyper('wd', '0.25')
+    assert learn.opt.lrs == [0.001, 0.03]
+    assert [h['mom'] for h in learn.opt.hypers] == [0.5, 0.9]
+    assert [h['wd'] for h in learn.opt.hypers] == [0.25, 0.25]

@@ -204,12 +204,18 @@ def test_a_large_half_precision_loss_is_finite() -> None:
 # -- layers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('event', ['before_epoch', 'before_train'])
-def test_layers_unfrozen_at_the_start_of_an_epoch_are_trained(event: str) -> None:
+@pytest.mark.parametrize(
+    ('event', 'moves'), [('before_epoch', True), ('before_train', True), ('after_batch', False)]
+)
+def test_unfrozen_layers_are_trained_or_warned_of(event: str, moves: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
     unfreeze: Callable[[Any], Any] = lambda cb: cb.learn.model[0].requires_grad_(True)
     learn = learner(model=model, cbs=Callback(**{event: unfreeze}))
-    learn.fit(1)
-    assert not torch.equal(model[0].weight, before)
+    if moves:
+        learn.fit(1)
+    else:
+        with pytest.warns(UserWarning, match='within the epoch.*: 0.weight, 0.bias'):
+            learn.fit(1)
+    assert torch.equal(model[0].weight, before) != moves
