@@ -12,7 +12,7 @@ from typing_extensions import override
 from learnkit.core.files import as_local_path
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows
+from learnkit.loggers.base import Logger, Rows, open_loggers
 
 
 class WandbLogger(Logger):
@@ -63,6 +63,10 @@ class WandbLogger(Logger):
 
         folder = self.where().parent
         folder.mkdir(parents=True, exist_ok=True)
+        # a run has one writer at a time; the logger of another Learner reopens it when needed
+        for cb in list(open_loggers):
+            if isinstance(cb, WandbLogger) and self._id and cb._id == self._id:
+                cb.close()
         # off, because console capture would record the progress bars
         quiet = wandb.Settings(console='off', silent=self.mode != 'online')
         given = {'settings': quiet, 'reinit': 'create_new', **self.options}

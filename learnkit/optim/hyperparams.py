@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -153,9 +154,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
         values = list(value)
     else:
         values = [value] * n
-    # checkpoints hold no numbers of NumPy; YAML reads 1e-3 as text
-    values = [v.item() if isinstance(v, np.generic) else v for v in values]
-    values = [float(v) if isinstance(v, str) else v for v in values]
+    values = [as_number(v) for v in values]
     bound = UPPER_BOUNDS.get(name, math.inf)
     least = 0 if name in HYPERS or name in OPTIONS else -math.inf
     for v in values:
@@ -164,6 +163,14 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
                 f'{name}={v!r}: give a number, 0 or more{" and below 1" * (bound == 1)}.'
             )
     return values
+
+
+def as_number(value: Any) -> Any:
+    "Convert NumPy's numbers, and numbers as text (YAML's 1e-3), to Python's, which checkpoints hold."
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def spread(values: slice, n: int) -> list[float]:

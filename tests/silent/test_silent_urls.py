@@ -22,7 +22,9 @@ CALLS: dict[str, Callable[[Learner], Any]] = {
     'Checkpoint(folder=)': lambda learn: Checkpoint(folder=URL),
     'CSVLogger': lambda learn: CSVLogger(f'{URL}/metrics.csv'),
     'WandbLogger': lambda learn: WandbLogger(folder=URL),
-    'SaveModelCallback': lambda learn: learn.fit(1, cbs=SaveModelCallback(fname=f'{URL}/model')),
+    'SaveModelCallback': lambda _: synth_learner().fit(
+        1, cbs=SaveModelCallback(fname=f'{URL}/model')
+    ),
     'GatherPredsCallback': lambda learn: GatherPredsCallback(save_preds=URL),
     'Learner(path=)': lambda learn: Learner(BATCHES, torch.nn.Linear(1, 1), path=URL),
     'save': lambda learn: learn.save(f'{URL}/model'),
