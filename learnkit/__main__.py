@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands of the package: `python -m learnkit --version`, `env` for bug reports, and `demo`."""
 
 from __future__ import annotations

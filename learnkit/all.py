@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All public names for a notebook: `from learnkit.all import *`.
 
 Exports the names of learnkit, its callbacks, loggers, schedules, optimizers, losses and metrics, the names of fastcore

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small convolutional network on 1,797 handwritten digits: `python -m learnkit.demo`.
 
 The digits come with scikit-learn, so nothing is downloaded. A fifth of them is used for validation. The demo prints a

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 # mypy: disable-error-code="empty-body"
 """Learner: data, model, loss and optimizer in one object, with methods to train, evaluate and save."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss functions with fastai's names: torch's losses of flattened predictions and targets, and further losses.
 
 A Learner accepts any torch loss or function. The losses of this module also convert predictions: `activation` returns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimators of scikit-learn that train a PyTorch model with a Learner: `Classifier` and `Regressor`.
 
     from learnkit.sklearn import Classifier

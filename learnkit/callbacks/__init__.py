@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that change the training, one small file a theme; names of `learnkit.monitors` are found here too."""
 
 from importlib import import_module

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 import learnkit.monitors as _monitors
 
 from .accumulation import (

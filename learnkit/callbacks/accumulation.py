@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: one optimizer step for several batches, with the gradient of one big batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch size finder: the largest batch with which a training step fits in memory."""
 
 from __future__ import annotations

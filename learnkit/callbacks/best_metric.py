@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics at the best value of another metric: the test score of a model chosen by validation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that writes checkpoints during training, at an interval and on SIGTERM."""
 
 from __future__ import annotations

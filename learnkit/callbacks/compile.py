@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled training: `learn.compile()` for the model, `learn.compile(step=True)` for the whole step as one call.
 
 A training step is many small operations, and on a small model the calls cost more than the

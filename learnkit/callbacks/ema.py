@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exponential moving average of the weights, for evaluation and after training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements of an epoch in progress: values of a run, microbatches, training metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that load weights at an event of a fit, and export the model at its end."""
 
 from __future__ import annotations

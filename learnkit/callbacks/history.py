@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """History of a training: one row per epoch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on modules: record inputs and outputs in a with-block or during a fit."""
 
 from __future__ import annotations

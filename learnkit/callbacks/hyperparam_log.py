@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hyperparameters of every step, as one column of numbers each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that plots the losses during training in a notebook."""
 
 from __future__ import annotations

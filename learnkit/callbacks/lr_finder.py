@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rate finder: a short training with a growing rate, which is undone afterwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that suggest a learning rate from the rates and losses of a search."""
 
 from __future__ import annotations

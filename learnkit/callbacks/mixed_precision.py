@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixed precision: autocast, and gradient scaling for fp16."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MixUp and CutMix: train on blends of samples, with losses blended in the same shares."""
 
 from __future__ import annotations

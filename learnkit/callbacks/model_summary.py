@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model summary: a table of a model's layers, and the sizes of their outputs."""
 
 from __future__ import annotations

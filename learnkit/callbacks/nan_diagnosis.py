@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search for the origin of NaN and infinity: entries of a batch, samples, parameters, modules.
 
 These functions run only after a value that is not finite was found, so they may be slow."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guard against NaN and infinity: check losses and gradients before they reach the weights."""
 
 from __future__ import annotations

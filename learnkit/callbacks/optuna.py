@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that reports a metric to a trial of Optuna, and prunes the trial."""
 
 from __future__ import annotations

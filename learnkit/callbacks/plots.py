@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of the Recorder: losses and hyperparameters by step, metrics by epoch, the LR search."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks for predictions: predict during a fit, collect batches, predict with dropout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress display of a run: a table with one row per epoch, and a bar that counts batches.
 
 `make_display` chooses the display once per run by where the output goes: a notebook (one output
@@ -114,7 +115,13 @@ class Table:
         "Return an HTML table; colors and borders are left to the page's theme."
         note = f'<tr><td colspan="{len(self.names)}">{FOLDED}</td></tr>'
         rows = truncate_rows(self.html_rows, max_rows, note)
-        return f'<table style="text-align:right">{"".join(rows)}</table>' if rows else ''
+        if not rows:
+            return ''
+        head, *body = rows  # a page's theme colors every second row of the body
+        return (
+            f'<table style="text-align:right"><thead>{head}</thead>'
+            f'<tbody>{"".join(body)}</tbody></table>'
+        )
 
 
 class Display:

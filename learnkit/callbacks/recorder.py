@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorder: losses and hyperparameters by step, losses and metrics by epoch, and their plots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repeat a failed batch with the same data, random numbers, modes and events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks for recurrent models: hidden state, several outputs, penalties on activations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharpness-aware minimization: step with the gradient at the worst point nearby."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules: hyperparameters as functions of the progress of a fit.
 
 A schedule is a function of one number, the fraction of the fit that is done (0 to 1). A schedule

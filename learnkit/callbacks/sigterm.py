@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record SIGTERM during a fit, so that the fit can stop at a point where the run can be saved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that end a fit at a time or at a threshold, and other names of early stopping."""
 
 from __future__ import annotations

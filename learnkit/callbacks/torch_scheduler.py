@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that steps a learning rate scheduler of torch during a fit."""
 
 from __future__ import annotations

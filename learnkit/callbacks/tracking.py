@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that monitor a value: stop the fit, save the best weights, lower the learning rate."""
 
 from __future__ import annotations

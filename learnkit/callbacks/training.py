@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that change training on batches and epochs: clipping, layouts, short epochs, frozen norms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole training step as one function for torch.compile, and its arguments.
 
 The module has three parts: the function, which is traced; its arguments (`Plan`), which are the

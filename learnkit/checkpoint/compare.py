@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests and differences of nested states: bitwise equality, and the places in which two states differ."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded checkpoints: the ranks write their shards by `torch.distributed.checkpoint` to a common folder.
 
     00012-ep3-ba1200.ckpt     written last: it completes the checkpoint

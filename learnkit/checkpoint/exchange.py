@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save a Learner without its code, and create a Learner from the file without executing code from it."""
 
 from __future__ import annotations

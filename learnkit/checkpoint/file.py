@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read and write a checkpoint: one safetensors file, with tensors as data and other values as JSON in its metadata.
 
     sha256      digest of the whole file with zeros instead of these 64 characters

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of checkpoints: file names, finding a checkpoint to resume, selecting and removing files.
 
 00012-ep3-ba1200.ckpt     the checkpoint, written last

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check that a Learner resumes exactly: compare an uninterrupted run with a resumed one, bit by bit."""
 
 from __future__ import annotations

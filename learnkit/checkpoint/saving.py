@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save and load weights, and export models for serving."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collect the complete training state of a Learner, and restore it, so that training resumes exactly.
 
 `fit(resume=...)` takes these steps:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read files of `torch.save` (`.pth`) by `torch.load(weights_only=True)`, after a check of the archive's checksums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read weights and optimizer states without executing code, compare them name by name, and load them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations and decoders of loss functions: from a model's outputs to probabilities and to predicted targets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on batches: split, move, detach, count, join and split a batch, and pass it to the model.
 
 A batch is a tensor, tuple, list, named tuple, dict or other mapping, or any nesting of these. Containers are rebuilt

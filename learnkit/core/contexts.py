@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context managers that replace the value of an attribute, and pause Python's garbage collector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Versions of libraries, and the devices of this machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions of the package: errors derived from `LearnkitError`, and cancel exceptions that control the loop.
 
 The message of a `LearnkitError` names what was wrong, where, and the fix. A `CancelException` is not an error: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and folders: atomic writes, checks, and `FolderLock`, a lock that only one run at a time holds on a folder."""
 
 from __future__ import annotations

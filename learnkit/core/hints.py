@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hints for keywords and classes that have another name in other libraries."""
 
 from __future__ import annotations

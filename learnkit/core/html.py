@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables as HTML and text, and updatable outputs for notebooks.
 
 All table contents are escaped. Tables use the page's colors, light or dark. A saved notebook needs no other files, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handling of Ctrl-C: the interrupt is raised only after a run has been set up or ended completely.
 
 A signal can arrive between any two instructions of Python. If it arrives inside the `__exit__` of a context, the rest

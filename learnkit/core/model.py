@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for models: unwrapping, devices, training modes, and calls of models with Composer's interface.
 
 A model with Composer's interface receives a whole batch, inputs and targets, and computes the loss from it."""

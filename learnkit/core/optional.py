@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import of optional libraries, with an error that contains the command to install a missing library."""
 
 from __future__ import annotations

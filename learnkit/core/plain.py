@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion to plain data, which loads without executing code, and properties of tensors that matter for files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for plots: import of matplotlib, color palette, new axes, and figures as PNG."""
 
 from __future__ import annotations

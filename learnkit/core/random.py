@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture and restore the states of the random generators that a training run draws from.
 
 A captured state holds tensors and plain numbers in tuples and dicts, so that a checkpoint with the state loads with

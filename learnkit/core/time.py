@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Time`, a duration or interval in one unit, and `Timestamp`, the progress of a run in all units."""
 
 from __future__ import annotations

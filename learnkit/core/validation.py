@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of options, predictions and targets; hints for errors that torch raises; warnings."""
 
 from __future__ import annotations

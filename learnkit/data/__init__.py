@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data loaders: `DataLoaders` and `TensorLoader`."""
 
 import lazy_loader

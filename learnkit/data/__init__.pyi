@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from .dataloaders import (
     DataLoaders as DataLoaders,
     TensorLoader as TensorLoader,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DataLoaders`, the training and validation loaders of a run, and `TensorLoader`, a loader of in-memory tensors.
 
 A loader is any iterable of batches, with or without a length: a torch DataLoader, a list, a generator."""

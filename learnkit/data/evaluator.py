@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Evaluator`: a validation loader with its own name, evaluation interval and metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of a loader: what the loader, its samplers and its data set keep while they are iterated.
 
 The state holds random generators, epoch numbers and counts. A sampler that shuffles by the number of its pass, for

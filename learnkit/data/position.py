@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position of a training epoch in its data, from which a killed run resumes at the next batch.
 
 A position holds the generator states at the start of the epoch and the number of batches drawn since. How a position

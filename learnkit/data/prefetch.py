@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefetching of one batch: the next batch is copied to the GPU while the GPU computes on the current batch."""
 
 from __future__ import annotations

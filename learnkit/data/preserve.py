@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context managers that restore loaders, their samplers and random generators."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Order`, the generators that all ranks draw the data order from, and `Shard`, one rank's part of a loader."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Display of samples with targets and predictions: images in a grid, other inputs in a table."""
 
 from __future__ import annotations

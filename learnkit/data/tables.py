@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of samples, and readable strings for targets and predictions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of arrays, data frames and lists of numbers to tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rebuilding torch's DataLoader from its public attributes, and checks of its samplers and workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker processes of loaders that survive a SIGTERM sent to the whole group of processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Help for events, callbacks and functions: `doc('after_loss')`, `doc(my_callback)`, `doc(Learner.fit)`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`%load_ext learnkit`: comments of parameters in IPython's help."""
 
 from __future__ import annotations

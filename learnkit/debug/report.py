@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a report of a run as one HTML file: settings, history, curves, predictions, top losses, versions."""
 
 from __future__ import annotations

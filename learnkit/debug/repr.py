@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text and HTML representations of a Learner, made without drawing a batch, moving a tensor or waiting for a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inspect a training run: the callbacks that run at an event, the logged names, and the changes that callbacks make.
 
 `trace` replaces the handler tables of the loop, so the loop needs no code for it.

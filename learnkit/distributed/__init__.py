@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training in several processes, on one machine or many, through torch.distributed."""
 
 import lazy_loader

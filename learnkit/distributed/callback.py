@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback for distributed training: sharded loaders, weighted gradients, and agreement between ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Comm`, the collectives between the ranks of a training run, and functions that join the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparison of models, data and options over ranks, before and during a training."""
 
 from __future__ import annotations

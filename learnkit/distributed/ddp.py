@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Parallelism`, and strategy 'ddp': each rank has a replica of the model, and torch's DDP averages gradients."""
 
 from __future__ import annotations

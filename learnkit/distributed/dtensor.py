@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions for DTensors, the sharded tensors of torch: gathering, sharding like another tensor, and norms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures of ranks, published through the store of the process group.
 
 A rank that raises an error publishes the error before the rank exits. A collective of the other ranks then fails,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategy 'fsdp': weights, gradients and optimizer states are sharded over ranks by torch's FSDP2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Learner.launch`: start several processes, train in them, and load the result into this process's Learner."""
 
 from __future__ import annotations

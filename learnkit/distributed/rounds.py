@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards of loaders that cannot be read by index: every rank draws all batches, and keeps its part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardSpec`: which samples of a round, the batches of all ranks, belong to a rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded loaders: each rank's part of the batches of a single-process run. The user's loaders are not changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods of the training loop that differ in distributed training, and rank-specific checkpoint state."""
 
 from __future__ import annotations

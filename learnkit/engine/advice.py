@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the first batches, and explanations of errors of the model, the loss and the backward pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Length of a fit: a number of epochs, or a budget of batches, steps, samples, tokens or seconds."""
 
 from __future__ import annotations

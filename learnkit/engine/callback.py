@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base class of callbacks, which handle events and read the Learner's attributes like their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of callbacks: the result of `state_dict`, or all attributes that are plain data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of user input before training starts, so that invalid input raises before any weight has changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters of a Learner's training over all its fits, and intervals in their units: `Counters`, `Every`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Denominators of mean losses: the number that a loss function divides the sum of its terms by.
 
 The denominator is the number of samples, of elements of the targets, of targets that are not ignored, or the sum of

@@ -1,12 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch of events to the handlers of callbacks, in the order in which the callbacks run."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -14,6 +17,7 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, CancelException, OrderError
+from learnkit.core.time import Time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     SET_BY_BASE,
@@ -36,6 +40,7 @@ _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEV
 _FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
+_PLAIN = (bool, int, float, str, tuple, list, Path, Time)  # types of options that are compared
 _NO_ENTRIES: list[Entry] = []  # handlers of an event that no callback handles
 
 
@@ -307,12 +312,23 @@ class CallbackHost:
     def add_cb(self, cb: Any) -> Self:
         """Add one callback, given as an instance or a class.
 
+        It replaces a callback of the same class with the same arguments, with a warning: a notebook cell that adds a
+        callback may run again. `add_cbs` adds another one.
+
         >>> from learnkit import GradientClip
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().add_cb(GradientClip(0.5)).gradient_clip
         GradientClip(max_norm=0.5)
         """
-        return self.add_cbs([cb])
+        new = as_callback(cb)
+        repeated = [old for old in self.parts.callbacks if _is_repeated(old, new)]
+        if repeated:
+            warn_user(
+                f'{new!r} replaces the one that was added before, with the same arguments. To have both, use '
+                '`learn.add_cbs([...])`.'
+            )
+            self.remove_cbs(repeated)
+        return self.add_cbs([new])
 
     def _has_own_attribute(self, name: str) -> bool:
         "Return True if the Learner has an attribute that a callback of this name would hide."
@@ -670,6 +686,30 @@ def _is_redefined(old: Any, new: Any) -> bool:
         before.__module__ == after.__module__ and before.__qualname__ == after.__qualname__
     )
     return before is not after and is_same_name and '<locals>' not in after.__qualname__
+
+
+def _is_repeated(old: Any, new: Any) -> bool:
+    "Return True for another callback of the same class with the same arguments, as far as attributes show them."
+    if type(old) is not type(new) or old is new or not isinstance(new, Callback):
+        return False
+    has_own_init = type(new).__init__ is not Callback.__init__
+    for name, option in inspect.signature(type(new).__init__).parameters.items():
+        if name == 'self' or option.kind is option.VAR_KEYWORD:
+            continue
+        if has_own_init and name not in vars(new):
+            return False
+        if not _is_same_value(vars(old).get(name), vars(new).get(name)):
+            return False
+    return True
+
+
+def _is_same_value(a: Any, b: Any) -> bool:
+    "Return True for equal plain values, and for functions of one name, which a cell defines again."
+    if a is b:
+        return True
+    names = [getattr(f, '__qualname__', '<') for f in (a, b)]
+    is_named = names[0] == names[1] and '<' not in names[0]
+    return is_named if callable(a) else isinstance(a, _PLAIN) and type(a) is type(b) and a == b
 
 
 def format_place(learn: Learner) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule of evaluations: when each validation loader is evaluated, at the end of epochs or within them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of the lifecycle: every moment of a run, in firing order, with its nesting and its name in Composer.
 
 The loop, the handler tables, `Learner.show_training_loop` and the documentation all read this table, so they always

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loop: the nested levels fit, epoch, train or validate, batch, backward and step.
 
 Each level is run by `_with_events`, the outermost one in `Learner.fit`. The loop names no feature. A
@@ -86,6 +87,7 @@ class Loop(CallbackHost):
         self.do_evaluation(self.parts.evaluations.list_due(self, at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
+        __tracebackhide__ = True
         self.dl = self.dls.train
         self.phase = self.dl_name = 'train'
         self._with_events(self.all_batches, 'train', CancelTrainException)
@@ -110,6 +112,7 @@ class Loop(CallbackHost):
         self.dl_name = 'valid' if self.dl_name == 'train' else self.dl_name
 
     def _do_epoch_validate(self, ds_idx: int = 1, dl: Any = None) -> None:
+        __tracebackhide__ = True
         self.set_loader(self.dls[ds_idx] if dl is None else dl)
         with torch.no_grad(), evaluation_weights(self):
             self._with_events(self.all_batches, 'validate', CancelValidException)
@@ -162,6 +165,7 @@ class Loop(CallbackHost):
 
     def one_batch(self, i: int, b: Any) -> None:
         "Train or evaluate on batch `b`, number `i` of its loader."
+        __tracebackhide__ = True
         self.iter = i
         self.__dict__.pop('pred', None)
         self.__dict__.pop('loss_grad', None)
@@ -226,6 +230,7 @@ class Loop(CallbackHost):
         self._do_pred_loss()
 
     def _do_pred_loss(self) -> None:
+        __tracebackhide__ = True
         self('before_pred')
         with self.contexts('forward'):
             output = self.pred = self.seams.model(self)
@@ -233,12 +238,12 @@ class Loop(CallbackHost):
             loss = self.seams.loss(self, output)
             if loss is not None:  # None: no targets to compare the prediction with
                 self.loss_grad = loss
-                self.loss = (
-                    loss.clone()
-                )  # for callbacks to read; with its graph until the batch ends
+                # for callbacks to read; it keeps its graph until the batch ends
+                self.loss = loss.clone()
         self('after_loss')
 
     def _do_grad_opt(self) -> None:
+        __tracebackhide__ = True
         self._with_events(self._backward, 'backward', CancelBackwardException)
         self._with_events(self._step, 'step', CancelStepException)
         self.opt.zero_grad()  # not reached while gradients accumulate: the batch is cancelled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss of a batch: of the loss function, of the model itself, or the sum of named parts."""
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 def call_model(learn: Learner) -> Any:
     "Call the model on the batch, and return its output."
+    __tracebackhide__ = True
     xb = learn.xb
     if learn.parts.whole_batches is None and (len(xb) != 1 or type(xb[0]) is Tensor):
         return learn.model(*xb)
@@ -30,6 +32,7 @@ def compute_loss(
     output: Any,  # what the model returned; `learn.pred` is what callbacks made of it
 ) -> Tensor | None:
     "Take the prediction out of the output, and return its loss, or None for a batch without targets."
+    __tracebackhide__ = True
     pred, own_loss = learn.pred, None
     if learn.parts.whole_batches is not None:
         own_loss = learn.parts.whole_batches.loss(learn)

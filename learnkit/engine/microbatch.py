@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Microbatches: train on a batch in parts, whose weighted gradients add up to the batch's gradient."""
 
 from __future__ import annotations

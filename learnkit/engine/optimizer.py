@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer of a Learner: create it, keep its parameters equal to the model's, freeze its groups.
 
 The Learner's `splitter` defines the groups. The parameters of a frozen group do not require

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building blocks of a custom training loop: `forward`, `compute_loss`, `optimize`, `report_loss`.
 
 A subclass of the Learner overrides `train_batch`, and also `evaluate_batch` if evaluations need a

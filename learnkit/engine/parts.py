@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects by which the modules of the engine work together: `learn.parts`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epochs of a fit and batches of its loaders: from the start, or with the position that checkpoints need."""
 
 from __future__ import annotations

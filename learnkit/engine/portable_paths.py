@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths in checkpoints, relative to the Learner's folder if they are inside it, so that the folder can be moved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Points of the loop at which checkpoints are taken, and how a resumed fit reaches them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of a Learner: open a fit, evaluation or prediction, and always end it with its cleanup."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seams of the loop: five places where a feature runs its own function in place of the loop's.
 
 | seam | what the function does | default |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy the contents of objects, and write the copies back into the same objects later.
 
 No object is replaced by its copy, so all references to a list, a tensor or a parameter stay valid."""

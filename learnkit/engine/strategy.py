@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategy of training in one process: operations that training in several processes replaces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of a training step by part, measured for one step in 32 through handler tables that read the clock."""
 
 from __future__ import annotations

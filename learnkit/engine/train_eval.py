@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and evaluation mode of the modules, the start of a run, and the callbacks that begin and skip epochs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather the predictions of all batches and ranks in memory, or pass the predictions of each batch to a function."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interpretation of predictions: the samples with the largest losses, and the confusion matrix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation, prediction and test-time augmentation on a loader."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show a batch with targets and predictions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks of `get_preds`: write the predictions of each batch to a folder or a .npy file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters for callbacks of Composer, ksuit and Noether, and functions for models on the Hugging Face Hub.
 
 The adapters `from_composer(cb)` and `from_ksuit(cb)` do not import the other packages, which need not be

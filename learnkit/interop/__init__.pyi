@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from .composer import (
     from_composer as from_composer,
 )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that run Composer callbacks, algorithms and logger destinations in a Learner: `from_composer(cb)`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`state` and `logger` of Composer callbacks, as live views of the Learner."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composer's events, time units, times that compare with strings, and timestamps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training metrics and logs of Composer's Trainer, for callbacks and logger destinations of Composer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for callbacks of other libraries: find and check hooks, save state, pass logged content to loggers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save, upload and download trained models for the Hugging Face Hub: a `save_learner` file and a model card."""
 
 from __future__ import annotations

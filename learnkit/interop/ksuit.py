@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter that runs ksuit and Noether callbacks in a Learner: `from_ksuit(cb)`."""
 
 from __future__ import annotations

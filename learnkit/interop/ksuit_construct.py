@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Construct ksuit callbacks from their classes, with the services that their constructors accept."""
 
 from __future__ import annotations

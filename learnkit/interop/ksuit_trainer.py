@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of the Learner with the attributes of ksuit's trainer and of Noether's models."""
 
 from __future__ import annotations

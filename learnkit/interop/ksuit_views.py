@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of the Learner that ksuit callbacks receive: counter, writers, paths, tracker and data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loggers for files, services such as TensorBoard and Weights & Biases, and the console, with one interface."""
 
 import lazy_loader

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from .api import (
     log_images as log_images,
     log_params as log_params,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that log images, text and settings to all loggers of a Learner, from callbacks or other code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base class of loggers: collect values step by step, and write each step once."""
 
 from __future__ import annotations

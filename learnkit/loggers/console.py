@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log to the console or to `logging`, with one line per interval."""
 
 from __future__ import annotations

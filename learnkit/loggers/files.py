@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log to CSV files and files of JSON lines; each call writes whole lines to the operating system."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrange images with captions as one picture."""
 
 from __future__ import annotations

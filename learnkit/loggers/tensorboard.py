@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log to TensorBoard with `torch.utils.tensorboard`."""
 
 from __future__ import annotations

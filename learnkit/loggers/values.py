@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert values for loggers: numbers from devices, rows for checkpoints, the configuration of a Learner, images."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log to Weights & Biases with its client."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics: functions of a batch, classes over a whole set, and torchmetrics objects."""
 
 import lazy_loader

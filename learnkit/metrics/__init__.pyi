@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from .averages import (
     AvgLoss as AvgLoss,
     AvgMetric as AvgMetric,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics that average functions or sum over batches on the device, wrapped torchmetrics objects, and `as_metrics`.
 
 A metric is a function `f(pred, *targets)`, a torchmetrics object, or a `Metric`. The value is exact on the whole data

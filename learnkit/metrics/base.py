@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Metric`, the base class of metrics, `Mean`, a weighted mean on the device, and the smoothed training loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classification scores with fastai's names, computed by scikit-learn (`pip install scikit-learn`).
 
 Single-label scores use the class with the highest score along `axis`. Multi-label scores (`...Multi`) predict each

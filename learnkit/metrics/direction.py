@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MetricProperties`: whether higher or lower values of a metric are better, by name or pattern."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics with fastai's names: functions of a batch, and classes for values that are not a mean over batches.
 
 `metrics=[accuracy, Dice, F1Score(average='macro')]` takes functions, classes or instances. Each class takes

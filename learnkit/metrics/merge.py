@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging of the metric states of all ranks.
 
 A merged metric equals the metric of a single-process run over all batches. Kept predictions are in the order of that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranking scores with fastai's names, by scikit-learn, and correlation of ranks and scores of texts, by torchmetrics.
 
 Predictions and targets are kept on their device until the value is read. Probabilities are ranked in float64, in which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of segmentation: predictions (B, C, H, W) with classes along `axis`, targets (B, H, W) of class numbers.
 
 Pixels are counted over the whole data set, so that values do not depend on the batch size."""

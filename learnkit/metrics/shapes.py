@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of predictions and targets of classes and labels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of a metric since its reset as plain values, for checkpoints within an epoch.
 
 The state is collected from attributes, so that a metric needs no code for its state."""

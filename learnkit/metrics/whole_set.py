@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics computed once from all predictions and targets, such as scikit-learn's, and metrics of parts of the loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that measure a run and do not change the training, one small file a theme."""
 
 import lazy_loader

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that logs statistics of the inputs and outputs of modules at an interval."""
 
 from __future__ import annotations

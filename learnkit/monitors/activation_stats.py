@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of layer outputs in training: means, standard deviations, shares near zero, histograms."""
 
 from __future__ import annotations

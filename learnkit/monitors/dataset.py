@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that count parameters and samples."""
 
 from __future__ import annotations

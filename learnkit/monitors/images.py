@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that logs inputs and outputs of a model as images."""
 
 from __future__ import annotations

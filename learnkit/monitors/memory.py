@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that logs memory of the process and of the GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that writes MLPerf Training result files: one line per event, `:::MLLOG {json}`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base class of monitors: measure at an interval and log the values, without changing the run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that log optimizers: rates, momenta, norms of gradients, updates, weights and moments, angles."""
 
 from __future__ import annotations

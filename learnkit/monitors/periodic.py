@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that runs other data through the model at an interval and processes the joined results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that records training batches with torch.profiler."""
 
 from __future__ import annotations

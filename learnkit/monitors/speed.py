@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks that log training speed, device utilization and remaining time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callback that logs the load of the machine: CPU, RAM, disk, network and GPU."""
 
 from __future__ import annotations

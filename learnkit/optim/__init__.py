@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers by name, hyperparameters over parameter groups, and annealing functions."""
 
 import lazy_loader

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Annealing schedules: functions that map a position from 0 to 1 to a value, and combinations of schedules."""
 
 from __future__ import annotations

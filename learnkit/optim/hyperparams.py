@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Param groups: parameters, hyperparameters by fastai's names, and the memory layout that fused kernels require."""
 
 from __future__ import annotations

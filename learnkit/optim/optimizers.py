@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers with fastai's names and defaults, mostly on torch's classes, and Muon combined with AdamW."""
 
 from __future__ import annotations

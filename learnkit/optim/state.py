@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare a saved optimizer state with the optimizers, and load the state into the optimizers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OptimWrapper`: one or several torch optimizers as one optimizer, with hyperparameters by name, and freezing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools for tests: small Learners, digests of states, and a harness that kills training and resumes it."""
 
 from __future__ import annotations

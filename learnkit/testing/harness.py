@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kill training and resume it, to verify that it ends in the same state as uninterrupted training."""
 
 from __future__ import annotations

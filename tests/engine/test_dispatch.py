@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 
 from learnkit import (
     Callback,
     CallbackError,
+    GradientClip,
     Learner,
     OrderError,
     Recorder,
@@ -436,3 +438,44 @@ def test_an_order_that_nobody_wrote_follows() -> None:
 
     with pytest.raises(OrderError, match=r'Recorder \(order 50\).*Written \(order 0\)'):
         learn.add_cb(Written())
+
+
+# -- a cell that is run again ----------------------------------------------------------------------
+
+
+def note_batch(cb: Callback) -> None: ...
+
+
+def test_add_cb_replaces_a_callback_of_the_same_arguments() -> None:
+    class Every(Callback):
+        def __init__(self, n: int = 1) -> None:
+            self.n = n
+
+    class Hidden(Callback):
+        def __init__(self, n: int = 1) -> None:
+            self._n = n
+
+    def add(*cbs: Callback) -> tuple[int, int]:
+        learn = synth_learner(default_cbs=False)
+        with catch_warnings(record=True) as caught:
+            simplefilter('always')
+            for cb in cbs:
+                learn.add_cb(cb)
+        assert cbs[-1] in learn.cbs
+        return len(learn.cbs), len(caught)
+
+    assert add(Every(), Every()) == (1, 1)
+    assert add(GradientClip(0.5), GradientClip(0.5)) == (1, 1)
+    assert add(Every(), Every(2)) == (2, 0)
+    assert add(Hidden(), Hidden()) == (2, 0), 'what the arguments were is not known'
+    named = [Callback(after_batch=note_batch), Callback(after_batch=note_batch)]
+    assert add(*named) == (1, 1)
+    assert add(Callback(after_batch=lambda cb: 1), Callback(after_batch=lambda cb: 2)) == (2, 0)
+    assert len(synth_learner(default_cbs=False).add_cbs([Every(), Every()]).cbs) == 2
+
+
+def test_a_callback_of_a_fit_does_not_replace_the_learners() -> None:
+    learn = synth_learner(cbs=GradientClip(0.5))
+    with learn.no_bar():
+        learn.fit(1, cbs=GradientClip(0.5))
+    assert sum(isinstance(cb, GradientClip) for cb in learn.cbs) == 1
