@@ -1112,12 +1112,19 @@ class Learner(Loop):
         >>> learn.smooth_loss.shape, bool(learn.smooth_loss == learn.recorder.losses[-1])
         (torch.Size([]), True)
         """
+        if recorder_of(self) is None and 'smooth_loss' in vars(self):
+            return vars(self)['smooth_loss']
         value = self._get_recorder().smooth_loss.value
         if value is None:
             raise MissingAttribute(
                 'smooth_loss', self, why='It exists from the first training step on.'
             )
         return value
+
+    @smooth_loss.setter
+    def smooth_loss(self, value: Tensor) -> None:
+        "Store the value that fastai's Recorder assigns, in a Learner without learnkit's Recorder."
+        vars(self)['smooth_loss'] = value
 
     @property
     def history(self) -> History:

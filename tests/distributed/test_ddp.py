@@ -275,7 +275,7 @@ def test_parameters_without_a_part_in_the_loss() -> None:
     def job(rank: int) -> tuple[list[Any], list[str]]:
         learn = make_learner(opt_func=SGD)
         learn.model = deepcopy(model)
-        with pytest.raises(RuntimeError, match='finished reduction') as e:
+        with pytest.raises(RuntimeError, match='finished reduction'):
             with learn.distributed('ddp', timeout='20s'):
                 learn.fit(1)
         learn = make_learner(opt_func=SGD)
@@ -284,11 +284,10 @@ def test_parameters_without_a_part_in_the_loss() -> None:
             learn.fit(1)
         unused = learn.model.unused
         ends = [weights(learn), unused.weight.grad, torch.equal(unused.weight, model.unused.weight)]
-        return ends, list(e.value.__notes__)
+        return ends
 
     alone = make_learner(make_dls(bs=16), opt_func=SGD)
     alone.model = deepcopy(model)
     alone.fit(1)
-    for (got, grad, is_unchanged), notes in run_ranks(job):
+    for got, grad, is_unchanged in run_ranks(job):
         assert (got - weights(alone)).abs().max() < 1e-12 and grad is None and is_unchanged
-        assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)

@@ -185,10 +185,8 @@ def test_other_numbers_are_refused_with_what_they_are() -> None:
     drawing = LoaderPosition(ranks.shards[0])
     next(drawing.begin())
     state = drawing.state_dict(1)
-    with pytest.raises(CheckpointError, match=r'batches 4, now 8; batch size 16 .*, now 8'):
+    with pytest.raises(CheckpointError, match='batches 4, now 8; batch size 16, now 8'):
         check_position(TensorLoader(torch.arange(64), bs=8), state)
-    with pytest.raises(
-        CheckpointError, match=r'batch size 16 \(.* 2 processes\), now 32 \(.* 4 processes\)'
-    ):
+    with pytest.raises(CheckpointError, match='batch size 16, now 32'):
         check_position(Together(lambda s: TensorLoader(torch.arange(64), bs=8), 4).shards[0], state)
     check_position(TensorLoader(torch.arange(64), bs=16), state)

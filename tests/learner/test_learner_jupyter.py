@@ -172,23 +172,16 @@ def test_tab_on_a_callback_offers_what_the_learner_has(kernel: Kernel, jedi: boo
 
 # -- tracebacks
 
-SHOWN = {
-    'before_fit': [],
-    'after_loss': ['Loop._do_epoch_train', 'Loop.one_batch', 'Loop._do_pred_loss'],
-    'after_validate': ['Loop._do_epoch_validate'],
-    'after_epoch': [],
-}
 
-
-@pytest.mark.parametrize('event', SHOWN)
-def test_a_traceback_shows_the_cell_the_level_and_the_callback(kernel: Kernel, event: str) -> None:
+@pytest.mark.parametrize('event', ['before_fit', 'after_loss', 'after_validate', 'after_epoch'])
+def test_a_traceback_shows_the_cell_and_the_callback(kernel: Kernel, event: str) -> None:
     *_, error = kernel.run(f"""
 class Mine(Callback):
     def {event}(self):
         1 / 0
 synth_learner(n_train=40, cbs=Mine()).fit(1)""")
-    cell, *levels, own = frames(error)
-    assert cell.startswith('In[') and levels == SHOWN[event] and own == f'Mine.{event}'
+    cell, own = frames(error)
+    assert cell.startswith('In[') and own == f'Mine.{event}'
     assert '----> 3         1 / 0' in plain(error)
     assert plain(error).splitlines()[-1].startswith(f'in Mine.{event} (epoch 0')
     assert 'skipping hidden' in plain(error)
