@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -243,7 +243,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     for group in groups:
         options = group if isinstance(group, dict) else {'params': group}
         own = options['params']
-        res.append({**options, 'params': [own] if isinstance(own, torch.Tensor) else list(own)})
+        own = [own] if isinstance(own, torch.Tensor) or not isinstance(own, Iterable) else list(own)
+        modules = [type(p).__name__ for p in own if isinstance(p, nn.Module)]
+        if modules:
+            raise OptimizerError(
+                f'A param group has a {modules[0]}, which is not a parameter.{SPLIT}'
+            )
+        res.append({**options, 'params': own})
     return res
 
 

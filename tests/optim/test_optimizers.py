@@ -306,6 +306,11 @@ class Tied(nn.Module):
         (net, {'lr': [1.0, 2.0, 3.0], 'splitter': halves}, 'lr: 3 values for 2 param groups'),
         (net, {'opt_func': nn.Linear}, r'Linear is not a torch\.optim\.Optimizer'),
         (net, {'opt_func': partial(RAdam, beta=0.5)}, 'no SAdam'),
+        (
+            net,
+            {'splitter': lambda m: [m[0], m[3]]},
+            'has a Linear, which is not a parameter.*splitter',
+        ),
         (net, {'splitter': lambda m: []}, 'no parameters to optimize.*splitter'),
         (
             Tied,
