@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import learnkit
 from learnkit import (
     Callback,
-    Checkpoint,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
     Learner,
     LoaderError,
-    SaveModelCallback,
     accuracy,
 )
 from learnkit.core.errors import (
@@ -108,41 +105,9 @@ def test_a_number_below_the_batch_size_is_asked_for_its_unit() -> None:
 # ---------------------------------------------------------------------------------------- keywords
 
 
-@pytest.mark.parametrize(
-    ('call', 'expected_text'),
-    [
-        (lambda: learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
-        (lambda: learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
-        (lambda: learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
-        (lambda: learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
-        (lambda: learner(metrcs=accuracy), r'Did you mean `metrics`'),
-        (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'from_tensors\(..., bs=...\)'),
-        (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
-        (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
-        (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
-        (
-            lambda: EarlyStoppingCallback(restore_best_weights=True),
-            r'`SaveModelCallback\(\)`.*loads the best at the end',
-        ),
-        (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
-    ],
-)
-def test_keywords_of_other_libraries(call: Callable[[], Any], expected_text: str) -> None:
-    with pytest.raises(TypeError, match=expected_text):
-        call()
-
-
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:
     dls = DataLoaders.from_datasets([(x, y) for x, y in zip(X, Y, strict=True)], batch_size=8)
     assert dls.train.batch_size == 8
-
-
-def test_names_of_other_libraries() -> None:
-    with pytest.raises(AttributeError, match=r'from learnkit\.callbacks import EarlyStopping'):
-        _ = learnkit.EarlyStopping
-    with pytest.raises(AttributeError, match='Did you mean `Learner`'):
-        _ = learnkit.Lerner
-    assert not hasattr(learnkit, 'EarlyStopping')
 
 
 # ------------------------------------------------------------------------------------- wrong values
@@ -261,21 +226,6 @@ def test_a_device_that_is_missing_is_named_at_once(make: Callable[[], Any]) -> N
 
 
 # ----------------------------------------------------------------------------------- what comes back
-
-
-def test_values_of_validate_have_names() -> None:
-    learn = learner(metrics=accuracy)
-    with learn.no_bar():
-        values = learn.validate()
-    pred = learn.model(X).detach()
-    loss, share = F.cross_entropy(pred, Y).item(), (pred.argmax(1) == Y).float().mean().item()
-    assert list(values) == pytest.approx([loss, share])
-    assert values.names == ['valid_loss', 'accuracy']
-    assert values['accuracy'] == values[1] and values['valid_loss'] == values[0]
-    assert repr(values) == f'[valid_loss={values[0]:.6g}, accuracy={values[1]:.6g}]'
-    with pytest.raises(KeyError, match=r"'acc'.*'accuracy'"):
-        values['acc']
-    assert values[:1] == [values[0]] and values == [values[0], values[1]]
 
 
 # ------------------------------------------------------- sequences that are no `list`, as in configurations
