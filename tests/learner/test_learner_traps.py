@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import UserList
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,14 +53,6 @@ def learner_of(
     return learn
 
 
-def warnings_of(do: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        do()
-    assert all(one.filename == __file__ for one in seen)
-    return [str(one.message) for one in seen]
-
-
 # -------------------------------------------------------------------------------- accumulated batches
 
 
@@ -102,46 +92,9 @@ def test_a_number_below_the_batch_size_is_asked_for_its_unit() -> None:
         assert learn.opt.n_steps == (4 if n_acc < 17 else 2)
 
 
-# ---------------------------------------------------------------------------------------- keywords
-
-
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:
     dls = DataLoaders.from_datasets([(x, y) for x, y in zip(X, Y, strict=True)], batch_size=8)
     assert dls.train.batch_size == 8
-
-
-# ------------------------------------------------------------------------------------- wrong values
-
-
-class Numbered(nn.Module):
-    "A model of two layers whose output goes through a function."
-
-    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.f, self.linear = f, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.f(self.linear(x))
-
-
-CROSS_ENTROPIES = [nn.CrossEntropyLoss(), F.cross_entropy]
-
-
-@pytest.mark.parametrize('loss_func', CROSS_ENTROPIES)
-@pytest.mark.parametrize(
-    'model', [nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)), Numbered(partial(F.softmax, dim=1))]
-)
-def test_a_softmax_before_cross_entropy(loss_func: Any, model: nn.Module) -> None:
-    learn = learner(model, loss_func)
-    with learn.no_bar():
-        (warning,) = warnings_of(lambda: learn.fit(2))
-    assert 'softmax' in warning and 'get_preds' in warning
-
-
-@pytest.mark.parametrize('f', [F.relu, torch.sigmoid])
-def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
-    with learner(Numbered(f)).no_bar() as learn:
-        learn.fit(1)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +161,6 @@ def test_batches_that_do_not_fit_the_model(
     assert re.search(expected_text, e.value.__notes__[0])
 
 
-# ------------------------------------------------------------------------------------------ devices
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 @pytest.mark.parametrize(
     'make',
@@ -223,12 +173,6 @@ def test_batches_that_do_not_fit_the_model(
 def test_a_device_that_is_missing_is_named_at_once(make: Callable[[], Any]) -> None:
     with pytest.raises(LoaderError, match=r"device='cuda(:1)?'.*'cpu'"):
         make()
-
-
-# ----------------------------------------------------------------------------------- what comes back
-
-
-# ------------------------------------------------------- sequences that are no `list`, as in configurations
 
 
 def test_lists_of_a_configuration() -> None:
