@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, Learner, accuracy
+from learnkit import Callback, Learner, accuracy
 from learnkit.testing import synth_learner
 
 
@@ -19,23 +17,14 @@ def test_a_row_that_is_read_too_early_raises() -> None:
         learn.fit(1)
 
 
-X, Y = torch.randn(64, 4), torch.arange(64) % 3
-
-
-def learner(model: nn.Module | None = None, loss_func: Any = None, **options: Any) -> Learner:
-    dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, device='cpu')
-    loss_func = nn.CrossEntropyLoss() if loss_func is None else loss_func
-    learn = Learner(dls, model or nn.Linear(4, 3), loss_func, **options)
-    learn.logger = lambda row: None
-    return learn
-
-
 def test_values_of_validate_have_names() -> None:
-    learn = learner(metrics=accuracy)
+    x, y = torch.randn(64, 4), torch.arange(64) % 3
+    dls = [(x, y)], [(x, y)]
+    learn = Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), metrics=accuracy)
     with learn.no_bar():
         values = learn.validate()
-    pred = learn.model(X).detach()
-    loss, share = F.cross_entropy(pred, Y).item(), (pred.argmax(1) == Y).float().mean().item()
+    pred = learn.model(x).detach()
+    loss, share = F.cross_entropy(pred, y).item(), (pred.argmax(1) == y).float().mean().item()
     assert list(values) == pytest.approx([loss, share])
     assert values.names == ['valid_loss', 'accuracy']
     assert values['accuracy'] == values[1] and values['valid_loss'] == values[0]

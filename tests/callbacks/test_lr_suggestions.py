@@ -11,21 +11,11 @@ from learnkit.callbacks.lr_finder import SuggestionMethod, minimum, slide, steep
 from learnkit.testing import synth_learner
 
 
-def learner(**kwargs: Any) -> Any:
-    learn = synth_learner(**kwargs)
-    learn.logger = lambda row: None
-    return learn
-
-
 def curve() -> tuple[torch.Tensor, torch.Tensor]:
     "Return losses that fall, then rise, with ripples."
     i = torch.arange(60.0)
-    losses = (
-        2
-        - 1.5 * torch.sigmoid((i - 30) / 4)
-        + torch.exp((i - 55) / 3) * 0.3
-        + 0.05 * torch.sin(i * 1.7)
-    )
+    ripples = 0.05 * torch.sin(i * 1.7)
+    losses = 2 - 1.5 * torch.sigmoid((i - 30) / 4) + torch.exp((i - 55) / 3) * 0.3 + ripples
     return 1e-7 * 10 ** (8 * i / 60), losses
 
 
@@ -49,7 +39,8 @@ def test_suggestions_match_fastai(f: Any, as_type: Any) -> None:
 
 
 def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
-    learn = learner()
+    learn = synth_learner()
+    learn.logger = lambda row: None
     rates = learn.lr_find(suggest_funcs=(minimum, steep, valley, slide), show_plot=False)
     assert rates._fields == ('minimum', 'steep', 'valley', 'slide')
     assert type(rates).__name__ == 'SuggestedLRs'

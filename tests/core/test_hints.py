@@ -18,27 +18,20 @@ from learnkit import (
     SaveModelCallback,
     accuracy,
 )
+from learnkit.testing import synth_learner
 
-X, Y = torch.randn(64, 4), torch.arange(64) % 3
-
-
-def learner(model: nn.Module | None = None, loss_func: Any = None, **options: Any) -> Learner:
-    dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, device='cpu')
-    loss_func = nn.CrossEntropyLoss() if loss_func is None else loss_func
-    learn = Learner(dls, model or nn.Linear(4, 3), loss_func, **options)
-    learn.logger = lambda row: None
-    return learn
+BATCH = torch.randn(8, 4), torch.arange(8) % 3
 
 
 @pytest.mark.parametrize(
     ('call', 'expected_text'),
     [
-        (lambda: learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
-        (lambda: learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
-        (lambda: learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
-        (lambda: learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
-        (lambda: learner(metrcs=accuracy), r'Did you mean `metrics`'),
-        (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'from_tensors\(..., bs=...\)'),
+        (lambda: synth_learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
+        (lambda: synth_learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
+        (lambda: synth_learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
+        (lambda: synth_learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
+        (lambda: synth_learner(metrcs=accuracy), r'Did you mean `metrics`'),
+        (lambda: DataLoaders.from_tensors(BATCH, batch_size=8), r'from_tensors\(..., bs=...\)'),
         (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
         (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
         (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),

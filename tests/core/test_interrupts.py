@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from learnkit.core.interrupts import deferred_interrupts, run_all
+from learnkit.core.interrupts import deferred_interrupts
 from tests.helpers.interrupting import (
     press,
     pythons_own_handlers,  # noqa: F401  # for every test
@@ -34,11 +34,3 @@ def test_another_handler_stays() -> None:
     with deferred_interrupts():
         assert signal.getsignal(signal.SIGINT) is own
     assert signal.getsignal(signal.SIGINT) is own
-
-
-def test_every_step_runs_and_the_first_error_is_raised() -> None:
-    done: list[int] = []
-    steps = [lambda: done.append(1), lambda: 1 / 0, lambda: {}['a'], lambda: done.append(2)]
-    with pytest.raises(ZeroDivisionError):
-        run_all(steps)
-    assert done == [1, 2]
