@@ -38,6 +38,11 @@ INTERPLAY = {
     'interop/test_hf_trainer',
     'interop/test_peft',
 }
+UNTESTED = {  # modules without logic
+    'checkpoint/test_digest',  # other paths of the functions of `compare`
+    'core/test_version',  # a constant, which tests/project compares with settings.ini
+    'engine/test_parts',  # fields, each with a class of another module
+}
 
 
 def is_nested(node: ast.AST, kinds: type[ast.AST] | tuple[type[ast.AST], ...]) -> bool:
@@ -127,7 +132,7 @@ def report_layout() -> Iterator[str]:
     for test in sorted(tests - INTERPLAY):
         if not any(f'{test}_'.startswith(f'{module}_') for module in modules):
             yield f'tests/{test}.py: no module has this name'
-    for module in sorted(modules):
+    for module in sorted(modules - UNTESTED):
         if not any(f'{test}_'.startswith(f'{module}_') for test in tests):
             yield f'tests/{module}.py: the module has no test file'
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from learnkit import (
     SGD,
@@ -23,83 +22,10 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.core.errors import LossError
+from tests.helpers.compiling import Backend, compiled, distance, fit_both, learner, mlp
 
 has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')
-
-
-class Backend:
-    "A backend that runs traced graphs uncompiled, and counts graphs and calls."
-
-    def __init__(self) -> None:
-        self.graphs, self.calls = 0, 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-
-        def run(*args: Any) -> Any:
-            self.calls += 1
-            return graph(*args)
-
-        return run
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)
-    )
-
-
-momentum = partial(torch.optim.SGD, momentum=0.9)
-
-
-def learner(
-    make_model: Callable[[], nn.Module] = mlp,
-    loss_func: Any = F.mse_loss,
-    opt_func: Any = momentum,
-    n: int = 80,
-    batches: Any = None,
-    cls: type[Learner] = Learner,
-    **kwargs: Any,
-) -> Any:
-    "Return a Learner on 10 batches of 8 or the given batches, always with the same model and data."
-    torch.manual_seed(0)
-    x = torch.randn(n, 8)
-    dls = (
-        DataLoaders(batches)
-        if batches
-        else DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
-    )
-    learn = cls(dls, make_model(), loss_func, opt_func=opt_func, lr=0.01, **kwargs)
-    learn.logger = lambda row: None
-    learn.create_mbar = False
-    return learn
-
-
-def compiled(learn: Any, **options: Any) -> tuple[Any, Backend]:
-    "Compile a Learner's step with a counting backend."
-    backend = Backend()
-    return learn.compile(step=True, backend=backend, **options), backend
-
-
-def distance(a: Any, b: Any) -> float:
-    "Return the distance of the models' parameters and buffers, relative to their norm."
-    ours, theirs = (
-        [t.detach().double().flatten() for t in learn.model.state_dict().values()]
-        for learn in (a, b)
-    )
-    return float((torch.cat(ours) - torch.cat(theirs)).norm() / torch.cat(ours).norm())
-
-
-def fit_both(make: Callable[[], Any], n_epoch: int = 2, **kwargs: Any) -> tuple[Any, Any, Backend]:
-    "Train two Learners, one with a compiled step; return both and the executed step."
-    plain = make()
-    torch.manual_seed(1)
-    plain.fit(n_epoch, **kwargs)
-    learn, backend = compiled(make())
-    torch.manual_seed(1)
-    learn.fit(n_epoch, **kwargs)
-    return plain, learn, backend
 
 
 # ------------------------------------------------------------------------------------- same numbers
@@ -302,49 +228,6 @@ def test_a_torch_scheduler_may_step() -> None:
 
 
 #  parameters, gradients, optimizer states
-
-
-class Partly(nn.Module):
-    "Has an unused layer, and a layer that starts frozen."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(self.frozen(x).relu())
-
-
-@pytest.mark.parametrize(
-    'opt_func', [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD]
-)
-def test_frozen_and_unused_parameters(opt_func: Any) -> None:
-    def unfreeze(cb: Any) -> None:
-        cb.model.frozen.requires_grad_(cb.epoch > 0)
-
-    def make() -> Any:
-        splitter = lambda m: [
-            [*m.frozen.parameters()],
-            [*m.used.parameters()],
-            [*m.unused.parameters()],
-        ]
-        cbs = Callback(before_epoch=unfreeze)
-        return learner(Partly, opt_func=opt_func, splitter=splitter, cbs=cbs)
-
-    plain, learn, backend = fit_both(make, lr=[1e-2, 1e-3, 1e-4])
-    # all but the first batch of each epoch
-    assert distance(plain, learn) < 1e-6 and backend.calls == 18
-    assert len(learn.opt.state_dict()['state']) == len(plain.opt.state_dict()['state'])
-
-
-def test_gradients_that_are_left_over_count() -> None:
-    def act(cb: Any) -> None:
-        if cb.iter == 4:
-            cb.model(cb.x).sum().backward()
-
-    plain, learn, backend = fit_both(lambda: learner(cbs=Callback(before_batch=act)), 1)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 8
 
 
 def test_ordinary_steps_in_between_are_counted() -> None:

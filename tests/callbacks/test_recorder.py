@@ -14,53 +14,18 @@ from torch import Tensor, nn
 
 from learnkit import (
     SGD,
-    AvgMetric,
     Callback,
     CancelBatchException,
     CancelEpochException,
     CancelTrainException,
     DataLoaders,
-    Learner,
-    OptimWrapper,
     Recorder,
     TrainEvalCallback,
     mae,
     mse,
 )
 from learnkit.testing import synth_learner
-
-GEN = torch.Generator().manual_seed(2)
-
-
-def points(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 3, generator=GEN), torch.randn(n, 1, generator=GEN)
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(4)
-    return nn.Linear(3, 1)
-
-
-def learner(
-    dls: Any,
-    *cbs: Any,
-    model: Any = None,
-    recorder: Recorder | None = None,
-    lr: float = 0.1,
-    **kwargs: Any,
-) -> Learner:
-    options = {'loss_func': nn.MSELoss(), 'opt_func': SGD, **kwargs}
-    learn = Learner(
-        dls,
-        model or linear(),
-        lr=lr,
-        cbs=[TrainEvalCallback, recorder or Recorder(), *cbs],
-        default_cbs=False,
-        **options,
-    )
-    learn.rows = []
-    learn.logger = learn.rows.append
-    return learn
+from tests.helpers.recording import TRAIN, VALID, learner, linear
 
 
 def by_hand(
@@ -91,10 +56,6 @@ def smoothed(losses: list[float], beta: float = 0.98) -> list[float]:
         w = [beta ** (t - i) for i in range(1, t + 1)]
         res.append(sum(a * b for a, b in zip(w, losses, strict=False)) / sum(w))
     return res
-
-
-# an uneven last batch
-TRAIN, VALID = [points(4) for _ in range(5)], [points(4), points(4), points(1)]
 
 
 # Values
@@ -138,28 +99,6 @@ def test_columns_before_and_after_a_fit(options: dict[str, bool], names: list[st
     assert len(learn.recorder.values[0]) == len(set(names) - {'epoch', 'time'})
 
 
-def test_metrics_on_train_valid_or_both() -> None:
-    model = linear()
-    train, valid = [points(4), points(2)], VALID
-    metrics = [
-        AvgMetric(mae, 'a', on='train'),
-        AvgMetric(mae, 'b', on='both'),
-        AvgMetric(mae, 'c', on='valid'),
-        AvgMetric(mae, 'd'),
-    ]
-    learn = learner((train, valid), model=model, lr=0.0, metrics=metrics)
-    learn.fit(1)
-    of = lambda batches: F.l1_loss(
-        model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
-    ).item()
-    row = learn.history[0]
-    assert {k: row[k] for k in row if k[-1] in 'abcd' and k != 'fit'} == {
-        'train_a': pytest.approx(of(train)),
-        'train_b': pytest.approx(of(train)),
-        **dict.fromkeys('bcd', pytest.approx(of(valid))),
-    }
-
-
 def test_named_validation_loaders_have_their_own_columns() -> None:
     model = linear()
     dls = DataLoaders(TRAIN, {'day': VALID, 'night': VALID[1:]})
@@ -180,16 +119,6 @@ def test_named_validation_loaders_have_their_own_columns() -> None:
         assert learn.history[1][f'{name}/mae'] == pytest.approx(expected, rel=1e-5)
         expected = F.mse_loss(model(x), y).item()
         assert learn.history[1][f'{name}/loss'] == pytest.approx(expected, rel=1e-5)
-
-
-def test_metrics_can_be_changed_between_fits() -> None:
-    learn = learner((TRAIN, VALID), metrics=mae)
-    learn.fit(1)
-    learn.metrics = [mse]
-    learn.fit(1)
-    assert 'mae' in learn.history[0] and 'mae' not in learn.history[1]
-    assert learn.history[1]['mse'] == pytest.approx(learn.history[1]['valid_loss'])
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'valid_loss', 'mse', 'time']
 
 
 # Cancelled batches and skipped epochs
@@ -371,46 +300,6 @@ def test_learn_log_without_a_recorder_does_nothing() -> None:
 
 
 # Hyperparameters
-
-
-def test_hyper_parameters_of_each_step_are_those_that_were_used() -> None:
-    def schedule(cb: Any) -> None:
-        cb.opt.set_hypers(lr=0.1 / (1 + cb.train_iter), mom=cb.pct_train)
-
-    schedule_cb = Callback(before_batch=schedule)
-    schedule_cb.run_valid = False
-    learn = learner((TRAIN, VALID), schedule_cb, opt_func=partial(SGD, mom=0.9))
-    learn.fit(2)
-    hps = learn.recorder.hps
-    assert learn.recorder.lrs == hps['lr'] == pytest.approx([0.1 / (1 + i) for i in range(10)])
-    assert hps['mom'] == pytest.approx([i / 10 for i in range(10)]) and hps['wd'] == [0.0] * 10
-
-
-def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
-    def schedule(cb: Any) -> None:
-        cb.opt.set_hyper('lr', 0.5**cb.train_iter)
-
-    opt_func = lambda params, lr: torch.optim.SGD(params, lr=torch.tensor(lr))
-    learn = learner((TRAIN, VALID), Callback(before_step=schedule), opt_func=opt_func)
-    learn.fit(1)
-    assert isinstance(learn.opt.param_groups[0]['lr'], Tensor)
-    assert learn.recorder.lrs == learn.recorder.hps['lr'] == [0.5**i for i in range(5)]
-
-
-def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit() -> None:
-    "All steps are recorded; a hyperparameter that an optimizer lacked is nan, one that the last lacks is dropped."
-
-    def replace(cb: Any) -> None:
-        if cb.train_iter == 2:
-            opt = torch.optim.Adagrad(cb.learn.model.parameters(), lr=0.25)
-            cb.learn.opt = OptimWrapper(opt=opt)
-
-    learn = learner((TRAIN, VALID), Callback(before_draw=replace), opt_func=torch.optim.SGD)
-    learn.fit(1)
-    hps = learn.recorder.hps
-    assert learn.recorder.lrs == hps['lr'] == [0.1, 0.1, 0.25, 0.25, 0.25]
-    assert hps['wd'] == [0.0] * 5 and 'mom' not in hps
-    assert [v != v for v in hps['eps']] == [True, True, False, False, False]
 
 
 def test_a_replaced_model_and_optimizer_are_let_go() -> None:

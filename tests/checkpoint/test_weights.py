@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 import torch
 from torch import nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.core.errors import EmptyLoaderError, OptionError, WeightsError
+from learnkit.core.errors import EmptyLoaderError, OptionError
 from learnkit.learner import load_learner
 
 X, Y = torch.randn(8, 4), torch.arange(8) % 3
@@ -26,16 +25,6 @@ def test_programs_have_their_own_suffix(name: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r'`\.pt2`.*`learn\.save_learner'):
         learner(tmp_path).export(name)
     assert not list(tmp_path.iterdir())
-
-
-def test_other_files(tmp_path: Path) -> None:
-    text, archive = tmp_path / 'notes.pth', tmp_path / 'other.zip'
-    text.write_text('Python 3')
-    with ZipFile(archive, 'w') as z:
-        z.writestr('readme.txt', 'hello')
-    for path in (text, archive):
-        with pytest.raises(WeightsError, match='cannot be read as weights'):
-            load_learner(path)
 
 
 def test_weights_with_another_suffix_are_found(tmp_path: Path) -> None:

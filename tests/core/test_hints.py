@@ -1,56 +1,55 @@
-"""Hints in error messages, and the line that warnings point to."""
+"""Hints for keywords and names of other libraries."""
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from learnkit import Learner, SaveModelCallback
-from learnkit.core.validation import classes_hint, precision_hint
-from learnkit.losses import CrossEntropyLossFlat
+import learnkit
+from learnkit import (
+    Checkpoint,
+    DataLoaders,
+    EarlyStoppingCallback,
+    Learner,
+    SaveModelCallback,
+    accuracy,
+)
+from learnkit.testing import synth_learner
 
-X, Y = torch.randn(8, 4), torch.arange(8) % 3
-
-
-def catch_warning(do: Any) -> warnings.WarningMessage:
-    "Return the only warning of a call."
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        do()
-    (one,) = seen
-    return one
+BATCH = torch.randn(8, 4), torch.arange(8) % 3
 
 
-def test_warnings_point_at_the_users_line(tmp_path: Any) -> None:
-    learn = Learner([(X, Y)], nn.Linear(4, 3), nn.CrossEntropyLoss(), path=tmp_path)
-    nan = SaveModelCallback(monitor=lambda learn: float('nan'))
-    for do in (
-        learn.freeze,
-        lambda: learn.fit(1, cbs=nan),
-    ):
-        one = catch_warning(do)
-        assert one.filename == __file__, one
+@pytest.mark.parametrize(
+    ('call', 'expected_text'),
+    [
+        (lambda: synth_learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
+        (lambda: synth_learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
+        (lambda: synth_learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
+        (lambda: synth_learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
+        (lambda: synth_learner(metrcs=accuracy), r'Did you mean `metrics`'),
+        (lambda: DataLoaders.from_tensors(BATCH, batch_size=8), r'from_tensors\(..., bs=...\)'),
+        (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
+        (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
+        (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
+        (
+            lambda: EarlyStoppingCallback(restore_best_weights=True),
+            r'`SaveModelCallback\(\)`.*loads the best at the end',
+        ),
+        (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
+    ],
+)
+def test_keywords_of_other_libraries(call: Callable[[], Any], expected_text: str) -> None:
+    with pytest.raises(TypeError, match=expected_text):
+        call()
 
 
-def test_float64_from_numpy() -> None:
-    wide = (X.double(),)
-    assert "`x.astype('float32')`" in precision_hint(wide, nn.Linear(4, 3))
-    assert 'float64' in precision_hint({'x': X.numpy(), 'y': [X.double()]}, nn.Linear(4, 3))
-    for b, model in (
-        (X, nn.Linear(4, 3)),
-        (wide, nn.Linear(4, 3).double()),
-        (wide, nn.ReLU()),
-        ((), nn.Linear(4, 3)),
-    ):
-        assert precision_hint(b, model) == ''
-
-
-def test_classes_that_are_out_of_bounds() -> None:
-    loss, pred, targ = CrossEntropyLossFlat(), torch.zeros(1, 7, 5), torch.full((1, 7), 6)
-    with pytest.raises(IndexError) as e:
-        loss(pred, targ)
-    assert classes_hint(loss, pred, (targ,), e.value) == ': targets from 6 to 6 for 5 classes'
+def test_names_of_other_libraries() -> None:
+    with pytest.raises(AttributeError, match=r'from learnkit\.callbacks import EarlyStopping'):
+        _ = learnkit.EarlyStopping
+    with pytest.raises(AttributeError, match='Did you mean `Learner`'):
+        _ = learnkit.Lerner
+    assert not hasattr(learnkit, 'EarlyStopping')

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import (
@@ -27,7 +19,6 @@ from learnkit.data.dataloaders import (
     check_loaders,
     default_device,
     evaluation_loaders,
-    make_unshuffled,
     n_batches,
 )
 
@@ -46,19 +37,6 @@ class Endless:
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield BATCHES[0]
-
-
-class FastaiLike:
-    "A loader like fastai's, with a method `new` that copies it with other options."
-
-    def __init__(self, shuffle: bool = True, drop_last: bool = True):
-        self.shuffle, self.drop_last = shuffle, drop_last
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(BATCHES)
-
-    def new(self, **options: Any) -> 'FastaiLike':
-        return FastaiLike(**options)
 
 
 def targets(loader: Any) -> list[int]:
@@ -334,73 +312,6 @@ def test_number_of_batches() -> None:
         (DataLoader(TensorDataset(X), batch_size=4), 3),
     ):
         assert n_batches(loader) == n
-
-
-def test_in_order_undoes_shuffling_and_dropping() -> None:
-    ds = TensorDataset(X, Y)
-    for loader in (
-        DataLoader(ds, 4, shuffle=True, drop_last=True),
-        DataLoader(ds, 4, drop_last=True),
-        DataLoader(ds, 4, shuffle=True),
-        TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True),
-    ):
-        ordered: Any = make_unshuffled(loader)
-        assert targets(ordered) == list(range(10)) and len(ordered) == 3
-        assert make_unshuffled(ordered) is ordered
-    other = make_unshuffled(FastaiLike())
-    assert (other.shuffle, other.drop_last) == (False, False)
-
-
-def test_in_order_keeps_the_loaders_options() -> None:
-    def collate(samples: list[Any]) -> list[int]:
-        return [int(y) for _, y in samples]
-
-    g = torch.Generator().manual_seed(1)
-    loader = DataLoader(
-        TensorDataset(X, Y),
-        4,
-        shuffle=True,
-        collate_fn=collate,
-        num_workers=2,
-        timeout=5,
-        generator=g,
-        multiprocessing_context='fork',
-        prefetch_factor=3,
-        persistent_workers=True,
-    )
-    ordered = make_unshuffled(loader)
-    assert ordered.collate_fn == collate
-    assert ordered.num_workers == 2
-    assert ordered.timeout == 5
-    assert ordered.prefetch_factor == 3
-    state = g.get_state()
-    assert list(
-        make_unshuffled(
-            DataLoader(TensorDataset(X, Y), 4, shuffle=True, collate_fn=collate, generator=g)
-        )
-    ) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert torch.equal(g.get_state(), state)  # the training order is as it would have been
-
-
-def test_in_order_keeps_samplers_that_choose() -> None:
-    ds = TensorDataset(X, Y)
-    weighted = WeightedRandomSampler([1.0] + [0.0] * 9, 7)
-    loader = make_unshuffled(DataLoader(ds, 4, sampler=weighted, drop_last=True))
-    assert loader.sampler is weighted and targets(loader) == [0] * 7
-    kept = DataLoader(ds, 4, sampler=weighted)
-    assert make_unshuffled(kept) is kept
-
-
-def test_in_order_returns_what_cannot_be_recreated() -> None:
-    ds = TensorDataset(X, Y)
-    for loader in (
-        BATCHES,
-        Endless(),
-        DataLoader(Stream(), 4, drop_last=True),
-        DataLoader(ds, 4),
-        DataLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), 3, drop_last=True)),
-    ):
-        assert make_unshuffled(loader) is loader
 
 
 def test_as_dataloaders() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 from learnkit import SGD, Callback, DataLoaders, Learner, ProgressCallback
-from learnkit.core.errors import DistributedError, OptionError
+from learnkit.core.errors import OptionError
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.comm import SINGLE_RANK
 from tests.helpers.distributing import compare, make_dls, make_learner, weights
@@ -115,22 +115,6 @@ def test_random_numbers_are_each_process_s_own_and_the_order_is_not() -> None:
     a, b = run_ranks(job)
     assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist())
     assert not set(a[:, 1].tolist()) & set(b[:, 1].tolist())
-
-
-def test_models_that_differ_are_refused() -> None:
-    def job(rank: int) -> str:
-        learn = make_learner()
-        if rank:
-            learn.model[3] = torch.nn.Linear(16, 4).double()
-        with (
-            pytest.raises(DistributedError, match='do not have the same model') as e,
-            learn.distributed('ddp'),
-        ):
-            pass
-        assert learn.world is SINGLE_RANK and learn.dls.train.bs == 8
-        return str(e.value)
-
-    assert all('3.weight' in text for text in run_ranks(job))
 
 
 def test_bad_options() -> None:

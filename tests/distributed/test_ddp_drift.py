@@ -155,39 +155,3 @@ def test_a_second_context_inside_the_first_is_refused_and_leaves_it() -> None:
         ]
 
     assert run_ranks(job) == [[2, 7, 1, []]] * 2
-
-
-def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
-    def job(rank: int) -> list[str]:
-        messages = []
-
-        def fail(cb: Any) -> None:
-            if cb.world.rank and cb.train_iter == 3:
-                raise ValueError('broken')
-
-        learn = make_learner(cbs=Callback(after_batch=fail))
-        with learn.distributed('ddp', timeout='20s'):  # whose failed fit has closed the connections
-            for resume in (False, None, True):
-                try:
-                    learn.fit(1, resume=resume)
-                except Exception as e:
-                    messages.append(f'{type(e).__name__}: {e}')
-        learn.fit(1)
-        return messages
-
-    for messages in run_ranks(job):
-        assert 'broken' in messages[0]
-        assert all(t.startswith('DistributedError: The last run') for t in messages[1:])
-
-
-def test_processes_with_other_options_are_refused() -> None:
-    def job(rank: int) -> str:
-        with (
-            pytest.raises(DistributedError, match='same model, data') as e,
-            make_learner().distributed('ddp', batch_size=('process', 'global')[rank]),
-        ):
-            pass
-        return str(e.value)
-
-    for text in run_ranks(job):
-        assert "batch_size: 'process' in process 0, 'global' in process 1" in text

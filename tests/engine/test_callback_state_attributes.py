@@ -12,7 +12,7 @@ import pytest
 import torch
 from fastcore.foundation import L
 
-from learnkit import Callback, Checkpoint, TrackerCallback
+from learnkit import Callback, TrackerCallback
 from learnkit.engine.callback_state import (
     collect_attributes,
     lost_attributes,
@@ -134,38 +134,6 @@ def test_what_would_not_load_is_left_out_and_named(tmp_path: Path) -> None:
         cb.fine, cb.f = {1.5: {2}}, len  # type: ignore[attr-defined]
         assert [*lost_attributes(cb)] == ['it', 'words', 'cycle']
         assert [*collect_attributes(cb)] == ['fine']
-
-
-class Hidden(Callback):
-    "Takes rates from an iterator, whose position cannot be saved."
-
-    def __init__(self, path: Path) -> None:
-        self.by_default, self.log = iter([1]), path.open('a')
-
-    def before_fit(self) -> None:
-        self.rates = iter(range(1, 100))
-
-    def before_batch(self) -> None:
-        if self.training:
-            self.opt.set_hyper('lr', 0.001 * next(self.rates))
-
-
-def test_what_is_lost_is_named_by_a_failed_check_and_by_the_first_checkpoint(
-    tmp_path: Path,
-) -> None:
-    hidden = Hidden(tmp_path / 'log')
-    learn = synth_learner(cbs=hidden)
-    found = learn.check_resume(4)
-    assert not found
-    assert [hint.split(',')[0] for hint in found.hints] == [
-        'Hidden keeps `by_default` (list_iterator)',
-        'Hidden keeps `rates` (range_iterator)',
-    ]
-    learn.add_cb(Checkpoint('1ba', tmp_path))
-    with pytest.warns(UserWarning, match='Hidden has set `rates`') as caught:
-        learn.fit(1)
-    assert len(caught) == 1
-    hidden.log.close()
 
 
 class CountsBest(TrackerCallback):

@@ -288,20 +288,6 @@ def test_stop_after_training_ends_with_this_epoch(event: str) -> None:
     assert learn.train_iter == 2  # the next fit runs whole
 
 
-def test_a_stop_between_fits_does_not_shorten_the_next() -> None:
-    learn = bare(n_train=3)
-    learn.stop()
-    learn.fit(2)
-    assert learn.train_iter == 6
-
-
-def test_a_stop_in_a_validation_alone_does_not_shorten_the_next_fit() -> None:
-    learn = bare(n_train=3)
-    learn.validate(cbs=Callback(after_batch=lambda cb: cb.learn.stop()))
-    learn.fit(1)
-    assert learn.train_iter == 3
-
-
 # The state at each event of a batch
 
 
@@ -581,36 +567,6 @@ def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come
         learn.fit(1)
         drawn.append(order)
     assert drawn[0] == drawn[1] and drawn[0][:20] != drawn[0][20:] != sorted(drawn[0][20:])
-
-
-@pytest.mark.parametrize('valid', [True, False])
-def test_a_norm_layer_that_was_set_to_eval_stays_so_in_later_epochs(valid: bool) -> None:
-    model, modes, dls = net(), [], synth_dls(n_train=2)
-
-    def freeze(cb: Any) -> None:
-        if cb.epoch == 0:
-            model[1].eval()
-
-    cbs = [
-        TrainEvalCallback,
-        Callback(
-            before_train=freeze,
-            before_step=lambda cb: modes.append([m.training for m in model]),
-        ),
-    ]
-    learn = Learner(
-        dls if valid else DataLoaders(dls.train), model, nn.MSELoss(), default_cbs=False, cbs=cbs
-    )
-    learn.fit(3)
-    assert modes == [[True, False, True, True, True]] * 6
-    assert torch.equal(model[1].running_mean, torch.zeros(8))
-
-
-def test_the_model_is_in_training_mode_exactly_when_the_learner_is() -> None:
-    log = Journal(lambda o: (o.training, o.model.training), 'after_pred')
-    learn = bare(log, model=net(), n_train=2, n_valid=1)
-    learn.fit(2)
-    assert [w for _, w in log.seen] == [(True, True), (True, True), (False, False)] * 2
 
 
 def test_evaluation_builds_no_graph() -> None:

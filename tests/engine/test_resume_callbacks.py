@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 
 from learnkit import EMA, Callback, GradientAccumulation, Learner
-from learnkit.callbacks import (
-    BnFreeze,
-    Checkpoint,
-    FixedStopper,
-    LoadWeights,
-    SaveModelCallback,
-)
+from learnkit.callbacks import BnFreeze, Checkpoint, FixedStopper, LoadWeights, SaveModelCallback
 from learnkit.checkpoint.compare import differences
 from learnkit.core.errors import WeightsError
-from learnkit.engine.portable_paths import from_portable_path
-from learnkit.testing import synth_learner
 from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place, through_a_file, train_without_stop
 
@@ -115,15 +107,3 @@ def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None
     steps.clear()
     make().fit(2, resume=through_a_file(kept[3]))  # the last batch of the first epoch
     assert steps == [2, 3, 4]
-
-
-def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path) -> None:
-    mine = tmp_path / 'mine.txt'
-    mine.write_text('all of it')
-    (tmp_path / 'run').mkdir()
-    expected = tmp_path / 'run' / 'models' / 'a.pth'
-    assert from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth') == expected
-    for kept in (str(mine), '../mine.txt'):
-        with pytest.warns(UserWarning, match='lies outside of'):
-            assert from_portable_path(synth_learner(path=tmp_path / 'run'), kept) is None
-    assert from_portable_path(synth_learner(path=tmp_path / 'run'), str(mine), tmp_path) == mine

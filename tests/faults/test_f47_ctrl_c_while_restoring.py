@@ -15,7 +15,7 @@ import torch
 
 from learnkit import Learner
 from learnkit.callbacks.lr_finder import LRFinder
-from learnkit.core.interrupts import deferred_interrupts, run_all
+from learnkit.core.interrupts import run_all
 from learnkit.engine.snapshot import Snapshot
 from tests.faults.fault_helpers import fits_like_fresh, make_learner
 from tests.helpers.interrupting import (
@@ -124,22 +124,3 @@ def test_a_snapshot_is_written_back_as_a_whole(how: Callable[[], None]) -> None:
         if at > 1:
             assert repr(o) == repr(contents())
     assert at > 20
-
-
-def test_a_second_one_is_raised_at_once() -> None:
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
-        press()
-        press()
-        done.append('set up')
-    assert done == []
-
-
-def test_another_handler_stays() -> None:
-    def own(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt('own')
-
-    signal.signal(signal.SIGINT, own)
-    with deferred_interrupts():
-        assert signal.getsignal(signal.SIGINT) is own
-    assert signal.getsignal(signal.SIGINT) is own

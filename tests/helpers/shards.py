@@ -144,3 +144,10 @@ def make_by_kind(kind: str) -> Callable[..., Make]:
     }
     make, options = makers[kind]
     return lambda bs, **more: lambda s, **m: make(s, bs=bs, **options, **more, **m)
+
+
+def alone(make: Make, epochs: int = 2, seed: int = 1) -> tuple[list[list[Any]], Any]:
+    "Return the batches of one process, and the global generators after them."
+    scramble(seed)
+    dl = make(seed)
+    return [[ids(b) for b in dl] for _ in range(epochs)], capture_rng()

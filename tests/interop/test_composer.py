@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
-from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner
-from learnkit.core.errors import CallbackError, TimeError
+from learnkit import Callback
+from learnkit.core.errors import CallbackError
 from learnkit.interop import from_composer
-from learnkit.interop.composer_time import ComposerTime, ComposerTimestamp, TimeUnit
-from learnkit.testing import RegModel
+from tests.helpers.interop import Read, make_learner
 
-
-def learner(*cbs: Any, n_train: int = 3, microbatch: int | None = 4, **kwargs: Any) -> Learner:
-    "Return a Learner on batches of 8 samples in microbatches of 4, with two validation loaders of 2 batches."
-    torch.manual_seed(0)
-    x = torch.randn(8 * n_train, 1)
-    batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in range(0, len(x), 8)]
-    dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[1:3]})
-    learn = Learner(
-        dls,
-        RegModel(),
-        nn.MSELoss(),
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        microbatch=microbatch,
-        cbs=[from_composer(cb) for cb in cbs],
-        **kwargs,
-    )
-    learn.logger = noop
-    return learn
+learner = partial(make_learner, adapt=from_composer)
 
 
 # -- typical callbacks in miniature ----------------------------------------------------------------
@@ -66,17 +46,6 @@ def test_speed_monitor() -> None:
 
 
 # -- what is read ----------------------------------------------------------------------------------
-
-
-class Read:
-    "Records a function of the state at each given event."
-
-    def __init__(self, read: Any, *events: str) -> None:
-        self.read, self.events, self.got = read, events, []
-
-    def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        if event in self.events:
-            self.got.append(self.read(state))
 
 
 def test_counts_at_the_ends_of_batches_and_epochs() -> None:
@@ -115,85 +84,7 @@ def test_counts_at_the_ends_of_batches_and_epochs() -> None:
     assert at_epoch.got[-1] == (3, 0, 2, True, 3)
 
 
-def test_parts_of_the_learner() -> None:
-    cb = Read(
-        lambda s: (
-            s.dataloader_label,
-            s.dataloader_len.value if s.dataloader_len is not None else None,
-            s.precision,
-            s.device.name,
-            s.scaler,
-            s.schedulers,
-            s.algorithms,
-            s.outputs.numel() == 0,
-        ),
-        'fit_start',
-        'batch_start',
-        'eval_start',
-        'eval_after_forward',
-    )
-    learn = learner(cb)
-    learn.fit(1)
-    same = ('fp32', 'cpu', None, [], [])
-    valid = [(name, 2, *same, False) for name in ('day', 'night') for _ in range(3)]
-    assert cb.got == [*[('train', 3, *same, True)] * 4, *valid]
-    assert learn.cbs[-1].view.callbacks == [cb]
-
-
-def test_elapsed_share_and_stop() -> None:
-    cb = Read(lambda s: s.get_elapsed_duration().value, 'batch_end', 'fit_end')
-    learn = learner(cb)
-    learn.fit(2)
-    assert cb.got == [0, 0, 0, 0.5, 0.5, 0.5, 1]  # in the unit of the length
-
-    cb = Read(lambda s: s.get_elapsed_duration().value, 'batch_end')
-    learner(cb).fit('4ba')
-    assert cb.got == [0.25, 0.5, 0.75, 1]
-
-    class Stop:
-        def batch_end(self, state: Any, logger: Any) -> None:
-            state.max_duration = state.timestamp.batch
-
-    learn = learner(Stop())
-    learn.fit(5)
-    assert learn.time.ba == 1
-
-
 # -- what is written -------------------------------------------------------------------------------
-
-
-def weights_after(*cbs: Any, microbatch: int | None = None, n: int = 1) -> list[float]:
-    learn = learner(*cbs, microbatch=microbatch)
-    learn.fit(n)
-    return [p.item() for p in learn.model.parameters()]
-
-
-def weights_of_plain_loop(
-    scale_x: float = 1.0, scale_loss: float = 1.0, shift: float = 0.0
-) -> list[float]:
-    torch.manual_seed(0)
-    x, model = torch.randn(24, 1), RegModel()
-    for i in range(0, 24, 8):
-        loss = scale_loss * nn.functional.mse_loss(
-            model(scale_x * x[i : i + 8]) + shift, 2 * x[i : i + 8] + 1
-        )
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for p, g in zip(model.parameters(), grads, strict=True):
-                p -= 0.1 * g
-    return [p.item() for p in model.parameters()]
-
-
-@pytest.mark.parametrize('microbatch', [None, 4])
-@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
-def test_a_loss_that_is_written_is_what_backward_runs_on(
-    event: str, microbatch: int | None
-) -> None:
-    def double(self: Any, state: Any, logger: Any) -> None:
-        state.loss = 2 * state.loss
-
-    got = weights_after(type('Double', (), {event: double})(), microbatch=microbatch)
-    assert got == pytest.approx(weights_of_plain_loop(scale_loss=2), rel=1e-5)
 
 
 def test_the_logger_hands_on_what_callbacks_have_a_place_for() -> None:
@@ -272,24 +163,3 @@ def test_what_is_no_callback_is_refused() -> None:
         from_composer(SpeedMonitor)
     with pytest.raises(CallbackError, match='needs no from_composer'):
         from_composer(Callback())
-
-
-def test_times_compare_and_combine_as_in_composer() -> None:
-    t = ComposerTime(7, 'ba')
-    assert t == 7 == int(t)
-    assert t == '7ba'
-    assert t > 6
-    assert t <= '7ba'
-    assert t != ComposerTime(8, TimeUnit.BATCH)
-    assert (t - '9ba').value == -2
-    assert (t + 2).value == 9
-    assert (t / '14ba').value == 0.5
-    assert (t % 2).value == 1
-    assert str(t) == '7ba'
-    with pytest.raises(TimeError, match='different units'):
-        _ = t < '1ep'
-    now = ComposerTimestamp(epoch=1, batch=7)
-    assert now < '8ba' and now >= ComposerTime(1, 'ep') and now == '7ba' and now.get('ba') == t
-    assert now == ComposerTimestamp(epoch=1, batch=7) != ComposerTimestamp(epoch=2, batch=7)
-    with pytest.raises(TimeError, match='get_elapsed_duration'):
-        now.get('dur')

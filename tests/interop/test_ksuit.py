@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner
 from learnkit.core.errors import CallbackError, OptionError
 from learnkit.interop import from_ksuit
-from learnkit.testing import RegModel
+from tests.helpers.interop import make_learner
 
-
-def learner(
-    *cbs: Any, path: Any = None, microbatch: int | None = 4, model: nn.Module | None = None
-) -> Learner:
-    "Return a Learner with 3 batches of 8 samples in microbatches of 4, and two validation loaders of 2 batches."
-    torch.manual_seed(0)
-    x = torch.randn(24, 1)
-    batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in (0, 8, 16)]
-    dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[1:]})
-    learn = Learner(
-        dls,
-        model or RegModel(),
-        nn.MSELoss(),
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        microbatch=microbatch,
-        path=path,
-        cbs=[cb if isinstance(cb, (Callback, type)) else from_ksuit(cb) for cb in cbs],
-    )
-    learn.logger = noop
-    return learn
+learner = partial(make_learner, adapt=from_ksuit)
 
 
 # -- what hooks are given --------------------------------------------------------------------------

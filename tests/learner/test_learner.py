@@ -32,7 +32,6 @@ from learnkit import (
     TrainEvalCallback,
     defaults,
     mae,
-    replacing_yield,
     to_detach,
 )
 from learnkit.testing import RegModel, synth_dls, synth_learner
@@ -207,15 +206,6 @@ def test_loss_not_reduced_and_back() -> None:
     with learn.loss_not_reduced():
         assert torch.equal(learn.loss_func(x, y), (x - y).square())
     assert learn.loss_func is F.mse_loss
-
-
-def test_replacing_yield_restores_also_after_an_error() -> None:
-    o = SimpleNamespace(a=1)
-    with replacing_yield(o, 'a', 2):
-        assert o.a == 2
-    with pytest.raises(ZeroDivisionError), replacing_yield(o, 'a', 3):
-        raise ZeroDivisionError
-    assert o.a == 1
 
 
 EVENTS_AROUND = ['before_fit', 'before_epoch', 'after_epoch', 'after_fit', 'cleanup']

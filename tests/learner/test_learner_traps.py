@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import UserList
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import learnkit
 from learnkit import (
     Callback,
-    Checkpoint,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
     Learner,
     LoaderError,
-    SaveModelCallback,
     accuracy,
 )
 from learnkit.core.errors import (
@@ -56,14 +51,6 @@ def learner_of(
     learn = Learner(dls, model or nn.Linear(4, 3), loss_func)
     learn.logger = lambda row: None
     return learn
-
-
-def warnings_of(do: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        do()
-    assert all(one.filename == __file__ for one in seen)
-    return [str(one.message) for one in seen]
 
 
 # -------------------------------------------------------------------------------- accumulated batches
@@ -105,78 +92,9 @@ def test_a_number_below_the_batch_size_is_asked_for_its_unit() -> None:
         assert learn.opt.n_steps == (4 if n_acc < 17 else 2)
 
 
-# ---------------------------------------------------------------------------------------- keywords
-
-
-@pytest.mark.parametrize(
-    ('call', 'expected_text'),
-    [
-        (lambda: learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
-        (lambda: learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
-        (lambda: learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
-        (lambda: learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
-        (lambda: learner(metrcs=accuracy), r'Did you mean `metrics`'),
-        (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'from_tensors\(..., bs=...\)'),
-        (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
-        (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
-        (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
-        (
-            lambda: EarlyStoppingCallback(restore_best_weights=True),
-            r'`SaveModelCallback\(\)`.*loads the best at the end',
-        ),
-        (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
-    ],
-)
-def test_keywords_of_other_libraries(call: Callable[[], Any], expected_text: str) -> None:
-    with pytest.raises(TypeError, match=expected_text):
-        call()
-
-
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:
     dls = DataLoaders.from_datasets([(x, y) for x, y in zip(X, Y, strict=True)], batch_size=8)
     assert dls.train.batch_size == 8
-
-
-def test_names_of_other_libraries() -> None:
-    with pytest.raises(AttributeError, match=r'from learnkit\.callbacks import EarlyStopping'):
-        _ = learnkit.EarlyStopping
-    with pytest.raises(AttributeError, match='Did you mean `Learner`'):
-        _ = learnkit.Lerner
-    assert not hasattr(learnkit, 'EarlyStopping')
-
-
-# ------------------------------------------------------------------------------------- wrong values
-
-
-class Numbered(nn.Module):
-    "A model of two layers whose output goes through a function."
-
-    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.f, self.linear = f, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.f(self.linear(x))
-
-
-CROSS_ENTROPIES = [nn.CrossEntropyLoss(), F.cross_entropy]
-
-
-@pytest.mark.parametrize('loss_func', CROSS_ENTROPIES)
-@pytest.mark.parametrize(
-    'model', [nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)), Numbered(partial(F.softmax, dim=1))]
-)
-def test_a_softmax_before_cross_entropy(loss_func: Any, model: nn.Module) -> None:
-    learn = learner(model, loss_func)
-    with learn.no_bar():
-        (warning,) = warnings_of(lambda: learn.fit(2))
-    assert 'softmax' in warning and 'get_preds' in warning
-
-
-@pytest.mark.parametrize('f', [F.relu, torch.sigmoid])
-def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
-    with learner(Numbered(f)).no_bar() as learn:
-        learn.fit(1)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +161,6 @@ def test_batches_that_do_not_fit_the_model(
     assert re.search(expected_text, e.value.__notes__[0])
 
 
-# ------------------------------------------------------------------------------------------ devices
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 @pytest.mark.parametrize(
     'make',
@@ -258,27 +173,6 @@ def test_batches_that_do_not_fit_the_model(
 def test_a_device_that_is_missing_is_named_at_once(make: Callable[[], Any]) -> None:
     with pytest.raises(LoaderError, match=r"device='cuda(:1)?'.*'cpu'"):
         make()
-
-
-# ----------------------------------------------------------------------------------- what comes back
-
-
-def test_values_of_validate_have_names() -> None:
-    learn = learner(metrics=accuracy)
-    with learn.no_bar():
-        values = learn.validate()
-    pred = learn.model(X).detach()
-    loss, share = F.cross_entropy(pred, Y).item(), (pred.argmax(1) == Y).float().mean().item()
-    assert list(values) == pytest.approx([loss, share])
-    assert values.names == ['valid_loss', 'accuracy']
-    assert values['accuracy'] == values[1] and values['valid_loss'] == values[0]
-    assert repr(values) == f'[valid_loss={values[0]:.6g}, accuracy={values[1]:.6g}]'
-    with pytest.raises(KeyError, match=r"'acc'.*'accuracy'"):
-        values['acc']
-    assert values[:1] == [values[0]] and values == [values[0], values[1]]
-
-
-# ------------------------------------------------------- sequences that are no `list`, as in configurations
 
 
 def test_lists_of_a_configuration() -> None:

@@ -157,14 +157,6 @@ def test_types_ship() -> None:
     assert (PACKAGE / 'py.typed').exists()
 
 
-def test_the_notebook_line_brings_fastcore_as_fastai_does() -> None:
-    exported = importlib.import_module('learnkit.all')
-    names = 'L patch store_attr delegates noop first listify ifnone GetAttr AttrDict parallel'
-    assert set(names.split()) <= set(exported.__all__)
-    assert hasattr(Path, 'ls')
-    assert exported.defaults is importlib.import_module('learnkit').defaults
-
-
 PUBLIC = (
     '. .callbacks .monitors .metrics .losses .loggers .optim .data .testing .distributed '
     '.interop .sklearn'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -102,17 +101,6 @@ def test_version_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(['--version'])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f'learnkit {VERSION}\n'
-
-
-def test_env_has_versions_and_devices_and_no_paths(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
-    assert main(['env']) == 0
-    rows = dict(line.split(': ', 1) for line in capsys.readouterr().out.splitlines())
-    assert rows['learnkit'] == VERSION and rows['torch'] == torch.__version__
-    assert rows['Python'].startswith('.'.join(map(str, sys.version_info[:3])))
-    assert rows['CPU'].startswith(f'{os.cpu_count()} cores')
-    assert not any('/' in value for name, value in rows.items() if name != 'system')
 
 
 @pytest.mark.parametrize('argv', [[], ['train'], ['--all']])
