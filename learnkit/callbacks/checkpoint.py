@@ -118,6 +118,8 @@ class Checkpoint(Callback):
         check_count('keep_best', keep_best, 0)
         if mode not in (None, 'min', 'max'):
             raise OptionError(f"mode={mode!r}: give 'min', 'max', or None.")
+        if not isinstance(monitor, str | None):
+            raise OptionError(f'monitor={monitor!r}: give the name of a column of the history.')
         if monitor is not None and mode is None:
             mode = _find_mode(monitor)
         self._folder = None if folder is None else as_local_path(folder)

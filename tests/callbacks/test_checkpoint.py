@@ -104,6 +104,7 @@ def test_intervals_that_cannot_be_followed(options: dict[str, Any], tmp_path: Pa
         {'keep_best': -1},
         {'mode': 'less'},
         {'monitor': 'my_score'},
+        {'monitor': len},
     ],
 )
 def test_options_that_cannot_be_followed(options: dict[str, Any]) -> None:
