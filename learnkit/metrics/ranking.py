@@ -36,7 +36,15 @@ class _AreaScore(SklearnScore):
     A column needs a positive target; for an area, a negative target too. The score is NaN for other columns, which an
     average leaves out, and if no column is left."""
 
-    average: str | None = 'macro'  # 'macro', 'micro', 'weighted' or None
+    def __init__(self, average: str | None, multi_class: str = 'ovr', **options: Any) -> None:
+        if average not in ('macro', 'micro', 'weighted', None):
+            raise MetricError(f"average={average!r}: give 'macro', 'micro', 'weighted', or None.")
+        if multi_class not in ('ovr', 'raise'):
+            raise MetricError(
+                f"multi_class={multi_class!r}: a class is ranked against the rest, 'ovr'."
+            )
+        super().__init__(**options)
+        self.average = average
 
     @override
     def compute(self, pred: Any, targ: Any) -> Any:
@@ -70,9 +78,8 @@ class RocAuc(_AreaScore):
         average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
         **options: Any,  # `on`, and options of scikit-learn's function, such as `max_fpr`
     ) -> None:
-        super().__init__(**options)
+        super().__init__(average, **options)
         self.axis = axis
-        self.average = average
 
     @override
     def prepare(self, pred: Tensor, targ: Tensor) -> Pair:
@@ -141,9 +148,8 @@ class RocAucMulti(_AreaScore):
         average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
         **options: Any,  # `on`
     ) -> None:
-        super().__init__(**options)
+        super().__init__(average, **options)
         self.sigmoid = sigmoid
-        self.average = average
 
     @override
     def prepare(self, pred: Tensor, targ: Tensor) -> Pair:

@@ -102,6 +102,9 @@ def test_corpus_bleu() -> None:
 
 
 def test_what_cannot_be_ranked() -> None:
+    for options in ({'average': 'binary'}, {'multi_class': 'ovo'}):
+        with pytest.raises(MetricError, match=next(iter(options))):
+            RocAuc(**options)
     pred, targ, _, _ = class_scores(3)
     for metric in (RocAucBinary(), APScoreBinary()):
         with pytest.raises(MetricError, match=r'two classes, .* 3 along axis -1'):
