@@ -81,6 +81,15 @@ class BaseLoss(nn.Module):
     def reduction(self, how: str) -> None:
         self.func.reduction = _check_reduction(how)
 
+    def __getattr__(self, name: str) -> Any:
+        "Return an option of the wrapped loss, such as `ignore_index`."
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith('_') or name == 'func':
+                raise
+            return getattr(self.func, name)
+
     def forward(self, inp: Tensor, targ: Tensor, **kwargs: Any) -> Any:
         self._check_fit(inp, targ)
         if targ.shape == inp.shape:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
@@ -90,6 +91,8 @@ class MissingAttribute(AttributeError):
         name = str(self.name)
         if name in _SYNONYMS:
             return f' Here it is `{_SYNONYMS[name]}`.'
+        if hasattr(getattr(sys.modules.get('fastai.learner'), 'Learner', None), name):
+            return f" fastai's Learner has it, perhaps by `@patch`: patch `learnkit.Learner` with `{name}`, too."
         hidden_prefix = '__' if name.startswith('_') else '_'
         known = {n for o in self.owners for n in dir(o) if not n.startswith(hidden_prefix)}
         close = get_close_matches(name, known - {name}, n=3, cutoff=0.6)
@@ -410,17 +413,33 @@ def _shorten_class_name(cls: str) -> str:
     return camel2snake(cls.removesuffix('Callback') or cls)
 
 
-def warn_of_unknown_events(cb: Callback) -> None:
-    "Warn of a user's methods that look like handlers, and that no event calls."
+def check_handlers(cb: Callback) -> None:
+    """Warn of a user's methods that look like handlers, and that no event calls.
+
+    Raises `CallbackError` for a handler with a parameter that no event gives."""
     for cls in type(cb).__mro__[:-1]:  # without `object`
         if cls.__module__.startswith('learnkit.'):
             continue
         for name, member in vars(cls).items():
-            meant = None if name in _HANDLER_NAMES else event_like(name)
-            if meant and isinstance(member, FunctionType):
+            if not isinstance(member, FunctionType):
+                continue
+            if name in _HANDLER_NAMES:
+                _check_parameters(cls, name, member)
+            elif meant := event_like(name):
                 warn_user(
                     f'{type(cb).__name__}.{name} is not an event, and no event calls it. Did you mean `{meant}`?'
                 )
+
+
+def _check_parameters(cls: type, name: str, handler: FunctionType) -> None:
+    "Raise `CallbackError` for a parameter without default after `self`, such as `learn`."
+    others = [*inspect.signature(handler).parameters.values()][1:]
+    required = [p.name for p in others if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    if required:
+        raise CallbackError(
+            f'{cls.__name__}.{name} takes {", ".join(required)}, but events give no arguments: write '
+            f'`def {name}(self):`, and `self.learn` in it.'
+        )
 
 
 def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:

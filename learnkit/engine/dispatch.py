@@ -22,9 +22,9 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     SET_BY_BASE,
     Callback,
+    check_handlers,
     declared,
     defined_on_class,
-    warn_of_unknown_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, canonical_event
@@ -144,10 +144,10 @@ class CallbackSet:
         cbs: list[Any],  # callbacks to be added
         without: Iterable[Any] = (),  # callbacks to be removed
     ) -> None:
-        "Warn of methods of new callbacks that no event calls; raise `OrderError` for an impossible order."
+        "Check the handlers of new callbacks; raise `OrderError` for an impossible order."
         removed = {id(cb) for cb in without}
         for cb in cbs:
-            warn_of_unknown_events(cb)
+            check_handlers(cb)
         sort_callbacks([*(cb for cb in self.items if id(cb) not in removed), *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
@@ -444,6 +444,10 @@ class CallbackHost:
         finally:
             for i, cb, switch in removed:
                 self._insert_cb(cb, min(i, len(self.parts.callbacks)), switch)
+
+    def _grab_cbs(self, cb_cls: type) -> L:
+        "Return the callbacks of a class, as fastai's method does."
+        return self.cbs.filter(lambda cb: isinstance(cb, cb_cls))
 
     def ordered_cbs(
         self,

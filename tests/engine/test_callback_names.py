@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from learnkit import Callback, Periodic
+from learnkit.core.errors import CallbackError
 from learnkit.testing import synth_learner
 
 
@@ -73,3 +76,25 @@ def test_where_a_name_of_another_library_is(name: str, here: str) -> None:
 
     with synth_learner(cbs=Callback(after_loss=read)).no_bar() as learn:
         learn.fit(1)
+
+
+def test_a_handler_that_takes_the_learner_is_refused_when_it_is_added() -> None:
+    class Mini(Callback):
+        def before_fit(self, learn: Any) -> None: ...
+
+    learn = synth_learner()
+    before = list(learn.cbs)
+    with pytest.raises(
+        CallbackError, match=r'Mini.before_fit takes learn, .*`def before_fit\(self\):`'
+    ):
+        learn.add_cbs([Callback(), Mini])
+    assert list(learn.cbs) == before
+
+
+def test_a_method_patched_into_fastais_learner_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastai = SimpleNamespace(Learner=type('Learner', (), {'freeze_body': lambda self: None}))
+    monkeypatch.setitem(sys.modules, 'fastai.learner', fastai)  # type: ignore[arg-type]
+    with pytest.raises(
+        AttributeError, match=r'fastai.*patch `learnkit.Learner` with `freeze_body`'
+    ):
+        synth_learner().freeze_body()

@@ -389,6 +389,7 @@ def test_cbs_can_be_assigned() -> None:
     assert [type(cb) for cb in learn.cbs] == [TrainEvalCallback, Every, Recorder]
     assert a.learn is None
     assert learn.cbs.filter(lambda cb: cb.order == 50) == [learn.recorder]
+    assert learn._grab_cbs(type(learn.recorder)) == [learn.recorder]
     learn.cbs = None
     assert len(learn.cbs) == 0
 

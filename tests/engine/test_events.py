@@ -45,6 +45,7 @@ def test_every_composer_event_has_a_row() -> None:
     [
         ('befor_fit', 'before_fit'),
         ('on_epoch_end', 'after_epoch'),
+        ('begin_validate', 'before_validate'),  # fastai 2.0
         ('on_new_best', None),
         (3, None),
     ],

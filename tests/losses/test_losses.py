@@ -272,3 +272,10 @@ def test_shapes_that_do_not_fit_are_reported_before_a_weight_has_changed() -> No
     with pytest.raises(LossError, match=r'\[16, 1\] float32 and targets \[16, 3\]'):
         learn.fit(1)
     assert all(v.equal(before[k]) for k, v in learn.model.state_dict().items())
+
+
+def test_options_of_the_wrapped_loss_are_attributes_as_in_fastai() -> None:
+    loss = copy.deepcopy(CrossEntropyLossFlat(ignore_index=3, label_smoothing=0.1))
+    assert (loss.ignore_index, loss.label_smoothing, loss.weight) == (3, 0.1, None)
+    with pytest.raises(AttributeError, match='no_such_option'):
+        loss.no_such_option  # noqa: B018
