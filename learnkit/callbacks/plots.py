@@ -171,7 +171,7 @@ def _split_column(column: str, loader_names: set[str]) -> tuple[str, str]:
     for source in ('train', 'valid'):
         if column.startswith(f'{source}_'):
             return column.removeprefix(f'{source}_'), source
-    source, _, metric = column.partition('/')
+    source, _, metric = column.rpartition('/')
     return (metric, source) if metric and source in loader_names else (column, 'valid')
 
 

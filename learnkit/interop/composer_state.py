@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fastcore.basics import noop
 from torch import nn
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
@@ -57,17 +58,17 @@ class ComposerState:
 
     Writable attributes: `batch` (the input of the model, before the forward pass), `outputs` (in
     `after_forward` and `before_loss`, the input of the loss), `loss` (in `after_loss` and
-    `before_backward`, the input of backward), `model`, and `max_duration`. Setting `max_duration`
-    to a time that is reached already ends the fit, like `stop_training()`. Metrics and loaders have
-    the Learner's names, except that an unnamed validation loader is `'eval'`. Any other attribute
-    raises `AttributeError` with a replacement.
+    `before_backward`, the input of backward), `model`, the metrics, and `max_duration`, which can
+    end the fit earlier. Attributes that a callback adds are there for all callbacks of the Learner.
+    Metrics and loaders have the Learner's names, except that an unnamed validation loader is
+    `'eval'`. Any other attribute raises `AttributeError` with a replacement.
     """
 
     def __init__(
         self,
-        adapter: Any,  # callback of `from_composer` or `from_ksuit`
+        run: Any,  # `ComposerRun`
     ) -> None:
-        self._adapter = adapter
+        self._run = run
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -82,11 +83,11 @@ class ComposerState:
     @property
     def learn(self) -> Any:
         "The Learner; Composer's state has no such attribute."
-        return self._adapter.learn
+        return self._run.learn
 
     def _make_time(self, value: Any, unit: str) -> Any:
         "Return a time of the class that the callback expects."
-        types = self._adapter.types
+        types = self._run.types
         return types.Time(value, types.TimeUnit(unit))
 
     # -- time --------------------------------------------------------------------------------------
@@ -94,38 +95,44 @@ class ComposerState:
     @property
     def timestamp(self) -> Any:
         "Finished training over all fits; wall-clock times exclude evaluation."
-        return self._adapter.types.Timestamp(**self._adapter.collect_counts())
+        return self._run.types.Timestamp(**self._run.collect_counts())
 
     @property
     def previous_timestamp(self) -> Any:
         "Timestamp before the last batch or before the last end of an epoch; None before the first batch."
-        counts = self._adapter.previous_counts
-        return None if counts is None else self._adapter.types.Timestamp(**counts)
+        counts = self._run.previous_counts
+        return None if counts is None else self._run.types.Timestamp(**counts)
 
     @property
     def eval_timestamp(self) -> Any:
         "Finished batches and samples of the current or last evaluation of a loader."
-        return self._adapter.passes['eval'].make_timestamp(self._adapter.types)
+        return self._run.passes['eval'].make_timestamp(self._run.types)
 
     @property
     def predict_timestamp(self) -> Any:
         "Finished batches and samples of the current or last predictions."
-        return self._adapter.passes['predict'].make_timestamp(self._adapter.types)
+        return self._run.passes['predict'].make_timestamp(self._run.types)
 
     @property
     def max_duration(self) -> Any:
         "End of the fit over all fits; None outside of a fit, without an end, and for a budget of steps."
-        end = self._adapter.find_end()
+        end = self._run.find_end()
         return None if end is None else self._make_time(*end)
 
     @max_duration.setter
     def max_duration(self, end: Any) -> None:
-        if end is not None and self.timestamp >= end:
-            return self._adapter.stop()
-        raise AttributeError(
-            '`state.max_duration` can only be set to a time that is reached already, which ends the '
-            'fit. Give the length to `learn.fit`.'
-        )
+        if end is None:
+            return self._run.set_end(None)
+        end = ComposerTime.from_timestring(end) if isinstance(end, str) else end
+        if self.timestamp >= end:
+            return self._run.stop()
+        now = self.max_duration
+        if now is not None and now.unit == end.unit and end > now:
+            raise AttributeError(
+                f'`state.max_duration` cannot be set to {end}: the fit ends at {now}. Give the length to '
+                '`learn.fit`.'
+            )
+        self._run.set_end((end.value, str(getattr(end.unit, 'value', end.unit))))
 
     def get_elapsed_duration(self) -> Any:
         "Return the finished share of `max_duration`, in its unit; None outside of a fit."
@@ -134,7 +141,7 @@ class ComposerState:
 
     def stop_training(self) -> None:
         "End the fit after the current batch or epoch, like `learn.stop()`, and set `max_duration`."
-        self._adapter.stop()
+        self._run.stop()
 
     # -- the batch ---------------------------------------------------------------------------------
 
@@ -142,13 +149,13 @@ class ComposerState:
     def batch(self) -> Any:
         "The batch or microbatch; up to `after_dataloader` as the loader returned it, later on the device."
         learn = self.learn
-        if not self._adapter.is_split:
+        if not self._run.is_split:
             return learn.batch
         return whole_batch(learn)
 
     @batch.setter
     def batch(self, batch: Any) -> None:
-        if self._adapter.is_split:
+        if self._run.is_split:
             self.learn._split(batch)
         else:
             self.learn.batch = batch
@@ -190,7 +197,7 @@ class ComposerState:
         In `after_loss` and `before_backward`, `loss` is the tensor on which `backward` is called.
         """
         learn = self.learn
-        adapter = self._adapter
+        adapter = self._run
         if adapter.has_graph and 'loss_grad' in learn.__dict__:
             return learn.loss_grad
         return torch.Tensor() if adapter.last_loss is None else adapter.last_loss
@@ -200,19 +207,19 @@ class ComposerState:
         self.learn.loss = loss.detach().clone()
         if self.learn.training:
             self.learn.loss_grad = loss
-            self._adapter.last_loss = self.learn.loss
+            self._run.last_loss = self.learn.loss
 
     @property
     def total_loss_dict(self) -> dict[str, float]:
         "Loss of the last batch under Composer's name; reading the attribute waits for the device."
-        loss = self._adapter.batch_loss
+        loss = self._run.batch_loss
         return {} if loss is None else {'loss/train/total': float(loss)}
 
     @property
     def device_train_microbatch_size(self) -> Any:
         "Samples per microbatch (for 'auto', the current size), or per training batch without microbatches."
         size = self.learn.microbatch
-        if size is None and not self._adapter.loader_kind:
+        if size is None and not self._run.loader_kind:
             return None
         if size == 'auto':
             size = self.learn.parts.microbatches.fitting_size
@@ -247,21 +254,14 @@ class ComposerState:
         return [cb.wrapped for cb in adapters_of(self.learn) if cb.is_algorithm]
 
     @property
-    def _mixed_precision(self) -> Any:
-        return next((cb for cb in self.learn.cbs if isinstance(cb, MixedPrecision)), None)
-
-    @property
     def scaler(self) -> Any:
         "Gradient scaler for float16, or None."
-        return getattr(self._mixed_precision, 'scaler', None)
+        return getattr(_mixed_precision_of(self.learn), 'scaler', None)
 
     @property
     def precision(self) -> Precision:
         "Precision of the forward pass."
-        cb = self._mixed_precision
-        if cb is None:
-            return Precision.FP32
-        return Precision.AMP_FP16 if cb.scales else Precision.AMP_BF16
+        return precision_of(self.learn)
 
     _precision = precision
     precision_config = None
@@ -313,7 +313,9 @@ class ComposerState:
     @property
     def dataloader(self) -> Any:
         "The training loader, or the loader of the current evaluation or prediction; None in `init`."
-        kind = self._adapter.loader_kind
+        if self._run.given_loader is not None:
+            return self._run.given_loader[0]
+        kind = self._run.loader_kind
         if not kind:
             return None
         return self.learn.dls.train if kind == 'train' else self.learn.dl
@@ -321,7 +323,9 @@ class ComposerState:
     @property
     def dataloader_label(self) -> str | None:
         "Label of `dataloader`: 'train', 'eval', 'predict', or the name of a validation loader."
-        kind: str = self._adapter.loader_kind
+        if self._run.given_loader is not None:
+            return str(self._run.given_loader[1])
+        kind: str = self._run.loader_kind
         return label_of(self.learn.dl_name) if kind == 'eval' else kind or None
 
     @property
@@ -329,7 +333,18 @@ class ComposerState:
         "Number of batches of the loader; None if unknown."
         dl = self.dataloader
         n = None if dl is None else n_batches(dl)
+        if self._run.given_loader is not None and self._run.given_loader[2] is not None:
+            n = int(self._run.given_loader[2])
         return None if n is None else self._make_time(n, 'ba')
+
+    def set_dataloader(
+        self,
+        dataloader: Any = None,
+        dataloader_label: str | None = None,
+        dataloader_len: Any = None,  # number of batches; None: of the loader
+    ) -> None:
+        "Set the loader that the state reports, until the Learner's next pass over a loader."
+        self._run.given_loader = dataloader, dataloader_label, dataloader_len
 
     @property
     def train_dataloader(self) -> Any:
@@ -338,7 +353,7 @@ class ComposerState:
     @property
     def evaluators(self) -> list[Any]:
         "The validation loaders with their labels: `evaluator.label`, `evaluator.dataloader.dataloader`."
-        if not self._adapter.loader_kind:
+        if not self._run.loader_kind:
             return []
         return [
             SimpleNamespace(
@@ -355,17 +370,34 @@ class ComposerState:
 
         For other models, training loss and metrics of the epoch, from `epoch_end` on.
         """
-        trainer = trainer_of(self.learn) if self._adapter.loader_kind else None
+        trainer = trainer_of(self.learn) if self._run.loader_kind else None
         if trainer is not None and trainer.batch_metrics:
             return dict(trainer.batch_metrics)
-        return self._adapter.measured.get('train', {})
+        measured: dict[str, Any] = self._run.measured.get('train', {})
+        return measured
+
+    @train_metrics.setter
+    def train_metrics(self, metrics: dict[str, Any]) -> None:
+        self._run.measured['train'] = metrics
 
     @property
-    def eval_metrics(self) -> dict[str, dict[str, Measured]]:
-        "Loss and metrics of the last evaluation of each loader: `eval_metrics[label][name]`."
-        measured = {k: v for k, v in self._adapter.measured.items() if k != 'train'}
+    def eval_metrics(self) -> dict[str, dict[str, Any]]:
+        """Loss and metrics of the last evaluation of each loader: `eval_metrics[label][name]`.
+
+        Metrics of a `ComposerModel` are its metric objects, before and after an evaluation.
+        """
+        measured = {k: v for k, v in self._run.measured.items() if k != 'train'}
         unused = {m.name: m.metric for m in self.learn.metrics if isinstance(m, ModelMetric)}
         return {evaluator.label: unused for evaluator in self.evaluators} | measured
+
+    @eval_metrics.setter
+    def eval_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
+        self._run.measured.update(metrics)
+
+    @property
+    def metric_outputs(self) -> Any:
+        "What metrics are computed from: the outputs of an evaluation, or of the last training microbatch."
+        return self.outputs if self._run.loader_kind == 'eval' else self._run.metric_outputs
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -426,6 +458,18 @@ class ComposerState:
 
 def _states_by_class(cbs: list[Any]) -> dict[str, Any]:
     return {type(cb).__qualname__: cb.state_dict() for cb in cbs if hasattr(cb, 'state_dict')}
+
+
+def _mixed_precision_of(learn: Learner) -> Any:
+    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
+
+
+def precision_of(learn: Learner) -> Precision:
+    "Return the precision of the forward pass by Composer's name."
+    cb = _mixed_precision_of(learn)
+    if cb is None:
+        return Precision.FP32
+    return Precision.AMP_FP16 if cb.scales else Precision.AMP_BF16
 
 
 def label_of(dl_name: str) -> str:
@@ -490,32 +534,35 @@ class ComposerLogger:
 
     def __init__(
         self,
-        adapter: Any,  # callback of `from_composer`
+        run: Any,  # `ComposerRun`
     ) -> None:
-        self._adapter = adapter
+        self._run = run
+
+    def __deepcopy__(self, memo: Any) -> ComposerLogger:
+        return self  # a `ComposerModel` has the logger as an attribute, and is copied
 
     @property
     def destinations(self) -> tuple[Any, ...]:
         "The Composer logger destinations of the Learner, unwrapped."
-        return tuple(cb.wrapped for cb in destinations_of(self._adapter.learn))
+        return tuple(cb.wrapped for cb in destinations_of(self._run.learn))
 
     def _send(self, method: str, *content: Any, **options: Any) -> None:
-        "Call a method of each destination."
+        "Call a method of each destination that has it."
         for destination in self.destinations:
-            getattr(destination, method)(*content, **options)
+            getattr(destination, method, noop)(*content, **options)
 
     def _find_step(self, step: int | None) -> int:
-        return self._adapter.collect_counts()['batch'] if step is None else step
+        return self._run.collect_counts()['batch'] if step is None else step
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         "Log numbers by name."
         for name, value in metrics.items():
-            log_as_named(self._adapter.learn, name, value)
+            log_as_named(self._run.learn, name, value)
         self._send('log_metrics', metrics, self._find_step(step))
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
-        send_to_loggers(self._adapter.learn, 'log_params', parameters)
+        send_to_loggers(self._run.learn, 'log_params', parameters)
         self._send('log_hyperparameters', parameters)
 
     def log_table(
@@ -529,7 +576,7 @@ class ComposerLogger:
         lines = []
         for cells in [columns, ['---'] * len(columns), *rows]:
             lines.append(f'| {" | ".join(map(str, cells))} |')
-        send_to_loggers(self._adapter.learn, 'log_text', name, '\n'.join(lines))
+        send_to_loggers(self._run.learn, 'log_text', name, '\n'.join(lines))
         self._send('log_table', columns, rows, name, self._find_step(step))
 
     def log_images(
@@ -544,20 +591,19 @@ class ComposerLogger:
         self._send('log_images', images, name, channels_last, self._find_step(step), **options)
         if channels_last:
             images = torch.as_tensor(images).movedim(-1, -3)
-        send_to_loggers(self._adapter.learn, 'log_images', name, images)
+        send_to_loggers(self._run.learn, 'log_images', name, images)
 
     def upload_file(
         self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
     ) -> None:
         "Pass a file to the destinations."
-        state = self._adapter.view
+        state = self._run.view
         name, path = (
             text.replace('{run_name}', state.run_name)
             for text in (remote_file_name, str(file_path))
         )
-        for destination in self.destinations:
-            destination.upload_file(state, name, Path(path), overwrite=overwrite)
+        self._send('upload_file', state, name, Path(path), overwrite=overwrite)
 
     def has_file_upload_destination(self) -> bool:
         "Return True if a destination stores files."
-        return any(destination.can_upload_files() for destination in self.destinations)
+        return any(getattr(d, 'can_upload_files', bool)() for d in self.destinations)

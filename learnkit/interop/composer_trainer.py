@@ -8,11 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fastcore.basics import noop
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.model import bare_model, preserved_modes, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import token_count
+from learnkit.interop.composer_run import composer_run
 from learnkit.interop.composer_state import (
     adapters_of,
     destinations_of,
@@ -57,7 +59,7 @@ class ComposerTrainer(Callback):
         if self.learn.fitting and names:
             enabled = {f'enabled_algorithms/{name}': True for name in names}
             for cb in destinations_of(self.learn):
-                cb.wrapped.log_hyperparameters(enabled)
+                getattr(cb.wrapped, 'log_hyperparameters', noop)(enabled)
 
     def before_epoch(self) -> None:
         "Log the index of the epoch."
@@ -107,6 +109,7 @@ class ComposerTrainer(Callback):
         with preserved_modes(self.learn.model), torch.no_grad():
             self.learn.model.eval()
             measured = model.eval_forward(batch, outputs)
+            composer_run(self.learn).metric_outputs = measured
             for metric in self.batch_metrics.values():
                 model.update_metric(batch, measured, metric)
 
@@ -116,7 +119,7 @@ class ComposerTrainer(Callback):
 
     def after_train(self) -> None:
         "Log the metrics of the last batch of the epoch."
-        if self.batch_metrics and not adapters_of(self.learn)[0].ends_within_epoch():
+        if self.batch_metrics and not composer_run(self.learn).ends_within_epoch():
             self._log(self._compute_metrics)
 
     def after_validate(self) -> None:
@@ -132,7 +135,7 @@ class ComposerTrainer(Callback):
             self._log(partial(self._collect_counts, names))
 
     def _collect_batch_values(self) -> dict[str, Any]:
-        size = adapters_of(self.learn)[0].view.device_train_microbatch_size
+        size = composer_run(self.learn).view.device_train_microbatch_size
         return {
             'trainer/device_train_microbatch_size': size,
             'loss/train/total': self.learn.loss.item(),
@@ -151,7 +154,7 @@ class ComposerTrainer(Callback):
         return {f'metrics/{label}/{name}': value for name, value in values.items()}
 
     def _collect_counts(self, names: Iterable[str]) -> dict[str, Any]:
-        counts = adapters_of(self.learn)[0].collect_counts()
+        counts = composer_run(self.learn).collect_counts()
         return {f'time/{name}': counts[name] for name in names}
 
     def _log(self, measure: Callable[[], dict[str, Any]]) -> None:
@@ -161,7 +164,7 @@ class ComposerTrainer(Callback):
         if not metrics:
             return
         for cb in destinations:
-            cb.wrapped.log_metrics(metrics, cb.collect_counts()['batch'])
+            cb.wrapped.log_metrics(metrics, cb.host.collect_counts()['batch'])
 
 
 def add_trainer(

@@ -16,7 +16,7 @@ from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import LossError
 from learnkit.core.model import model_device
-from learnkit.interop.composer_state import ComposerState
+from learnkit.interop.composer_state import precision_of
 from learnkit.interop.ksuit_construct import Options, extend
 
 # attributes of the trainer that the update counter has
@@ -85,7 +85,7 @@ class Trainer:
 
     @property
     def precision(self) -> str:
-        return ComposerState(self._adapter).precision.value.removeprefix('amp_')
+        return precision_of(self._adapter.learn).value.removeprefix('amp_')
 
     @property
     def last_loss(self) -> Any:

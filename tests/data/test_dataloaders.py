@@ -222,7 +222,7 @@ def test_default_device_takes_the_best_there_is(monkeypatch: pytest.MonkeyPatch)
         (lambda: DataLoaders(BATCHES, {'day': BATCHES, 'night': []}), EmptyLoaderError, "'night'"),
         (lambda: DataLoaders(BATCHES, BATCHES, 5), LoaderError, "'other0'"),
         (lambda: DataLoaders(BATCHES, {}), LoaderError, 'dict of validation loaders is empty'),
-        (lambda: DataLoaders(BATCHES, {'a/b': BATCHES}), LoaderError, "'a/b' cannot name"),
+        (lambda: DataLoaders(BATCHES, {'train': BATCHES}), LoaderError, "'train' cannot name"),
         (lambda: DataLoaders(BATCHES, n_iter=0), LoaderError, 'n_iter=0'),
         (
             lambda: DataLoaders(DataLoader(TensorDataset(X), batch_size=64, drop_last=True)),

@@ -23,6 +23,6 @@ def test_an_interval_is_in_epochs_unless_it_has_a_unit() -> None:
 def test_names_of_loaders() -> None:
     assert named_loaders(None) == [] and named_loaders([1]) == [('valid', [1])]
     assert named_loaders({'b': [1], 'a': [2]}) == [('b', [1]), ('a', [2])]
-    for bad in ({}, {'train': []}, {'a/b': []}, {' ': []}, {1: []}):
+    for bad in ({}, {'train': []}, {' ': []}, {1: []}):
         with pytest.raises(LoaderError):
             named_loaders(bad)

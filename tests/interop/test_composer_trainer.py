@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit import Callback, Checkpoint, Learner
+from learnkit import Callback, Checkpoint, DataLoaders, Learner
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import ComposerTime, ComposerTimestamp
 
@@ -186,6 +187,27 @@ def test_a_destination_receives_learn_log_the_callbacks_log_and_the_trainers() -
     assert learn.history[0]['half'] == 1.5
 
 
+def test_a_destination_needs_nothing_but_log_metrics() -> None:
+    class Prints:
+        rows: list[Any] = []
+
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            self.rows.append((step, *metrics))
+
+    model = Model()
+    model.logger = None
+    learn = learner(Prints(), Halve(), model=model)
+    learn.fit(1)
+    assert (
+        4,
+        'trainer/device_train_microbatch_size',
+        'loss/train/total',
+        'metrics/train/Hits',
+    ) in Prints.rows
+    assert learn.model.logger.destinations == learn.composer_halve.host.logs.destinations
+    assert copy.deepcopy(learn.model).logger is learn.model.logger
+
+
 # -- state of callbacks ----------------------------------------------------------------------------
 
 
@@ -217,3 +239,44 @@ def test_times_and_timestamps_are_saved_and_a_stopper_stops_after_a_resume(tmp_p
     assert len(learn.history) == len(whole.history) == 4
     assert isinstance(stopper.best_at, ComposerTimestamp)
     assert stopper.best_at.epoch == 1 and stopper.best_at.batch == 5
+
+
+def test_metrics_are_objects_before_and_after_every_evaluation_and_of_each_loader() -> None:
+    seen: list[Any] = []
+
+    class Look:
+        def eval_start(self, state: Any, logger: Any) -> None:
+            state.eval_metrics[state.dataloader_label]['Hits'].reset()
+
+        def eval_end(self, state: Any, logger: Any) -> None:
+            hits = state.eval_metrics[state.dataloader_label]['Hits']
+            right = (state.metric_outputs.argmax(1) == state.batch[1]).sum()
+            seen.append((hits.compute().item(), hits.n, int(right)))
+
+        def fit_end(self, state: Any, logger: Any) -> None:
+            assert [m['Hits'].n for m in state.eval_metrics.values()] == [16, 8]
+
+    learn = Learner(
+        DataLoaders(BATCHES, {'task/0-shot': BATCHES[:2], 'task/1-shot': BATCHES[2:3]}),
+        Model(),
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        cbs=from_composer(Look()),
+    )
+    learn.logger = noop
+    learn.fit(2)
+    last = [(row['task/0-shot/Hits'], row['task/1-shot/Hits']) for row in learn.history]
+    assert [(a[0], b[0]) for a, b in zip(seen[::2], seen[1::2], strict=True)] == [
+        (pytest.approx(a), pytest.approx(b)) for a, b in last
+    ]
+    assert [n for _, n, _ in seen] == [16, 8, 16, 8]
+    assert [right for _, _, right in seen[1::2]] == [round(8 * hits) for hits, _, _ in seen[1::2]]
+
+
+def test_a_callback_of_composers_package_without_hooks_is_one() -> None:
+    class Idle:
+        __module__ = 'composer.core.callback'
+
+    learn = learner(Idle())
+    learn.fit(1)
+    assert learn.composer_idle.view.callbacks == [learn.composer_idle.wrapped]
