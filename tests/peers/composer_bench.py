@@ -161,12 +161,13 @@ def in_composer(
         callbacks=[Seed(), *cbs],
         algorithms=list(algs),
         loggers=[memory, *loggers],
+        max_duration=setting.duration,
         progress_bar=False,
         device='cpu',
         run_name='peer',
     )
     try:
-        trainer.fit(duration=setting.duration)
+        trainer.fit()
         error = ''
     except Exception as e:
         error = describe(e)
@@ -504,7 +505,10 @@ WITH_OUTPUTS += ('after_train_batch', 'batch_end', 'eval_after_forward', 'eval_b
 
 def read_state(event: str, state: Any) -> dict[str, Any]:
     "Return 30 readings of a state, by name."
-    previous, elapsed = state.previous_timestamp, state.get_elapsed_duration()
+    # a Learner is made before the length of its fit is known
+    end = None if event == 'init' else state.max_duration
+    elapsed = None if end is None else state.get_elapsed_duration()
+    previous = state.previous_timestamp
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
     counts = {name: int(getattr(state.timestamp, name)) for name in COUNTS.split()}
     return counts | {
@@ -512,7 +516,7 @@ def read_state(event: str, state: Any) -> dict[str, Any]:
         'previous batch_in_epoch': None if previous is None else int(previous.batch_in_epoch),
         'eval batch': int(state.eval_timestamp.batch),
         'eval sample': int(state.eval_timestamp.sample),
-        'max_duration': state.max_duration and state.max_duration.to_timestring(),
+        'max_duration': end and end.to_timestring(),
         'elapsed': None if elapsed is None else elapsed.value,
         'label': state.dataloader_label,
         'length': state.dataloader_len and int(state.dataloader_len),
