@@ -272,7 +272,7 @@ class Learner(Loop):
         with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
             checkpoint = None
             if resume is not None and resume is not False:
-                from learnkit.checkpoint.state import begin_resume, find_checkpoint
+                from learnkit.checkpoint.state import find_checkpoint, resumed
 
                 checkpoint = find_checkpoint(self, resume)
             optimizer.prepare_opt(self, lr, wd, reset_opt)
@@ -280,16 +280,15 @@ class Learner(Loop):
             with (
                 optimizer.training_weights(self),
                 self.parts.strategy.run(self, 'fit'),
-                fit_seams(self, checkpoint is not None),
+                fit_seams(self, checkpoint),
                 deferred.paused(),
             ):
                 self.n_epoch = epochs
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
                 self.timings = Timings()
-                if checkpoint is not None:
-                    begin_resume(self, checkpoint)
-                self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
+                with nullcontext() if checkpoint is None else resumed(self, checkpoint):
+                    self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def train(self, mode: bool = True) -> nn.Module:
         """Set the model to training mode, as `learn.model.train()` does; `learn.fit(5)` trains.

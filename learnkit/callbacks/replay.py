@@ -181,7 +181,7 @@ def repeat(learn: Learner, source: Replay, drawn: Drawn, detect_anomaly: bool) -
 
     with (
         learn.parts.strategy.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
-        fit_seams(learn, is_resumed=False),
+        fit_seams(learn, None),
         torch.set_grad_enabled(training),
     ):
         try:

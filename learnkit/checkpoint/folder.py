@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -125,9 +126,9 @@ def find(
 ) -> Found | None:
     """Find, verify and load a checkpoint.
 
-    'best' is the best checkpoint of the latest run. Damaged checkpoints are skipped with a warning that names them.
-    With `which=True` None is returned if no checkpoint exists. Raises `CheckpointError` for any other checkpoint that
-    does not exist, and if all checkpoints are damaged.
+    'best' is the best checkpoint of the latest run. Checkpoints that are damaged or cannot be read are skipped, with a
+    warning that names them. With `which=True` None is returned if no checkpoint exists. Raises `CheckpointError` for
+    any other checkpoint that does not exist or cannot be read, and if no checkpoint of a folder can be read.
     """
     if isinstance(which, (str, Path)) and which not in ('latest', 'best'):
         return _load_path(as_local_path(which), folder)
@@ -153,18 +154,24 @@ def _find_undamaged(folder: Path, which: Any) -> Found | None:
     for e in candidates:
         try:
             found = e.path, *load_state(e.path)
-        except (DamagedError, FileNotFoundError) as error:
-            errors.append(f'{error}')  # a file may have been removed since the folder was read
+        except (DamagedError, OSError) as error:
+            errors.append(_describe_error(error, e.path))
             continue
         if errors:
-            summary = f'Damaged checkpoints were skipped; {e.path.name} is used.'
+            summary = f'Checkpoints that cannot be read were skipped; {e.path.name} is used.'
             warn_user('\n  '.join([summary, *errors]))
         return found
     summary = (
-        f'Every checkpoint in {folder.absolute()} is damaged. To start afresh, leave out `resume`, or use another '
-        'folder.'
+        f'No checkpoint in {folder.absolute()} can be read. To start afresh, leave out `resume`, or '
+        'use another folder.'
     )
     raise CheckpointError('\n  '.join([summary, *errors]))
+
+
+def _describe_error(error: Exception, path: Path) -> str:
+    if isinstance(error, DamagedError):
+        return f'{error}'
+    return f'{path} cannot be read: {getattr(error, "strerror", None) or error}.'
 
 
 def load_state(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -175,11 +182,11 @@ def load_state(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
 
 
 def _load_path(path: Path, folder: Path) -> Found | None:
-    if not path.exists() and (folder / path).exists():
+    if not os.path.lexists(path) and os.path.lexists(folder / path):
         path = folder / path
     if path.is_dir():
         return _find_undamaged(path, 'latest')
-    if not path.exists():
+    if not os.path.lexists(path):
         names = [e.path.name for e in entries(folder)]
         suggestion = did_you_mean(path.name, ['latest', 'best', *names])
         raise CheckpointError(f'There is no checkpoint {path}.{suggestion}')
@@ -189,6 +196,8 @@ def _load_path(path: Path, folder: Path) -> Found | None:
         raise DamagedError(
             f'{e} `resume={str(path.parent)!r}` resumes from the newest undamaged one there.'
         ) from None
+    except OSError as e:
+        raise CheckpointError(f'{_describe_error(e, path)} Nothing was loaded.') from e
 
 
 # -- files next to a checkpoint's file -------------------------------------------------------------

@@ -8,14 +8,15 @@
 3. The fit begins, and the loop skips to the epoch and the batch of the checkpoint (`engine/resume.py`).
 4. `restore_state` restores everything there: weights again, counters, callbacks (`engine/callback_state.py`),
    the files of callbacks, and random generators last.
+
+If the fit ends before that, `resumed` puts everything back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
+from learnkit.checkpoint.schema import check_state
 from learnkit.checkpoint.weights import (
     Stored,
     add_frozen_weights,
@@ -50,6 +52,7 @@ from learnkit.distributed.dtensor import (
     mesh_of,
     on_host,
 )
+from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import collect_nondeterministic_state
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import (
@@ -58,6 +61,7 @@ from learnkit.engine.resume import (
     checkpoint_point,
     list_checkpoint_folders,
 )
+from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -85,10 +89,10 @@ def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
         )
     state = add_frozen_weights(learn.model, check_state(state))
     r = learn.parts.strategy.take_own_state(learn, ResumeState(state, restore_state))
-    with ensure_optimizer(learn, needed=state['optimizer'] is not None):
+    with ensure_optimizer(learn, needed=state['optimizer'] is not None), restored_on_error(learn):
         _check_fits(learn, r)
-    _load_weights(learn, r)
-    restore_state(learn, r)
+        _load_weights(learn, r)
+        restore_state(learn, r)
 
 
 def collect_state(learn: Learner, point: str) -> dict[str, Any]:
@@ -174,6 +178,8 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
                     f'resume={resume!r}: {folder.absolute()} has no checkpoint, and no callback writes one. The fit '
                     'starts from the beginning: add `Checkpoint()` to the callbacks.'
                 )
+            for cb in learn.cbs:
+                declared(cb, 'start_over', noop)()
             return None
         path, state, info = found
         mesh = mesh_of(bare_model(learn.model))
@@ -188,11 +194,46 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
     return r
 
 
+@contextmanager
+def resumed(learn: Learner, r: ResumeState) -> Iterator[None]:
+    """Resume a fit within a context.
+
+    After an error before the end of the first batch, and after a Cancel exception before the checkpoint is restored,
+    everything is as it was before the fit.
+    """
+    before = r.before = restored(learn, on_host=True)
+    try:
+        begin_resume(learn, r)
+        yield
+        if learn.parts.resuming is None:
+            r.keep()
+        else:
+            warn_user(
+                'The fit was cancelled before its checkpoint was restored: weights, counters and callbacks are as '
+                'they were before the fit.'
+            )
+    except Exception as e:
+        if r.before is not None and r.path is not None:
+            add_note(e, f'while the fit resumed from {r.path}: everything is as it was before')
+        raise
+    finally:
+        if r.before is not None:
+            r.before = None
+            before.close()
+
+
+@contextmanager
+def restored_on_error(learn: Learner) -> Iterator[None]:
+    "Restore a Learner if the context ends with an error."
+    with restored(learn, on_host=True) as before:
+        yield
+        before.pop_all()
+
+
 def begin_resume(learn: Learner, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.parts.resuming = learn.parts.strategy.take_own_state(learn, resume)
-    learn.parts.passes.forget()
     _check_fits(learn, r)
     position = r.state['position']
     if position is not None:
@@ -246,8 +287,20 @@ def _check_fits(learn: Learner, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
     _add_unfrozen_params(learn, r.state)
     differences = compare_stored(learn, _find_trained(r.state))
+    if not differences and learn.opt is not None:
+        differences = _compare_grads(list(learn.opt.parameters()), r.state['grads'])
     source = r.path or 'The checkpoint'
     check_weights(source, differences, learn.model, ' Make model and optimizer as they were.')
+
+
+def _compare_grads(params: list[Tensor], grads: Mapping[str, Any]) -> list[str]:
+    "Return a line for each accumulated gradient that fits no parameter."
+    shapes = {str(i): p.shape for i, p in enumerate(params) if not is_lazy(p)}
+    return [
+        f'gradient: {i} is{list(grad.shape)}, for a parameter {list(shapes[i]) if i in shapes else "that is not there"}'
+        for i, grad in grads.items()
+        if i not in shapes or grad.shape != shapes[i]
+    ]
 
 
 def _add_unfrozen_params(learn: Learner, state: Mapping[str, Any]) -> None:
@@ -271,10 +324,7 @@ def _add_unfrozen_params(learn: Learner, state: Mapping[str, Any]) -> None:
 
 
 def _load_weights(learn: Learner, r: ResumeState) -> None:
-    "Load weights and optimizers; keep the previous ones for a rollback until all state is restored."
-    # a lazy model has no weights yet
-    is_lazy_model = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
-    r.before = None if is_lazy_model else copy_to_host(_collect_trained(learn))
+    "Load weights and optimizers, between the events of a load."
     learn('before_load')
     load_stored(learn, _find_trained(r.state))
     learn('after_load')
@@ -293,12 +343,10 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     load_stored(learn, _find_trained(state))
     _restore_loose_buffers(learn.model, state.get('buffers', {}))
     _restore_flags(learn, state)
-    with _roll_back_on_error(learn, resume):
-        _restore_counters(learn, resume.loop)
-        learn.load_callback_states(copy_to_host(state['callbacks']))
-        if resume.path is not None:
-            read_own_files(learn, resume.path)
-    resume.before = None
+    _restore_counters(learn, resume.loop)
+    learn.load_callback_states(copy_to_host(state['callbacks']))
+    if resume.path is not None:
+        read_own_files(learn, resume.path)
     restore_rng(state['rng'])
     learn.parts.strategy.after_restore(learn, resume)
 
@@ -331,27 +379,6 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
         learn.loss = loop['loss'].to(learn.parts.batch_device or 'cpu', copy=True)
 
 
-@contextmanager
-def _roll_back_on_error(learn: Learner, r: ResumeState) -> Iterator[None]:
-    "If the block fails, restore weights, optimizers, callbacks' states and the counters of all fits."
-    states = copy_to_host(learn.callback_states())
-    done = learn.parts.counters.by_unit()
-    n_steps = getattr(learn.opt, 'n_steps', 0)
-    try:
-        yield
-    except Exception as e:
-        if r.path is not None:
-            add_note(e, f'while {r.path} was put in place')
-        if r.before is not None:
-            load_stored(learn, _find_trained(r.before))
-        learn.parts.counters.load_units(done)
-        if learn.opt is not None:
-            learn.opt.n_steps = n_steps
-        with suppress(Exception):
-            learn.load_callback_states(states)  # suppressed, so that the first error is raised
-        raise
-
-
 def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
     "Restore the frozen parameters, and the gradients that were accumulated but not yet used for a step."
     opt = learn.opt
@@ -365,15 +392,6 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
     for i, p in enumerate(opt.parameters()):
         grad = state['grads'].get(str(i))
         p.grad = None if grad is None else distribute_like(grad, p).to(p.device, copy=True)
-
-
-def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
-    "Return a checkpoint's state; raise `CheckpointError` for anything else."
-    if isinstance(state, Mapping) and {'model', 'optimizer', 'loop', 'rng'} <= state.keys():
-        return state
-    raise CheckpointError(
-        f'{path or "This state"} is not a checkpoint of a Learner. Weights alone are loaded by `learn.load(path)`.'
-    )
 
 
 def _collect_loose_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:

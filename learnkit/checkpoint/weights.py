@@ -201,7 +201,7 @@ def compare_weights(
     weights: Mapping[str, Any],  # weights of a file
     strict: bool = True,  # False: allow missing and unexpected names, and other dtypes
 ) -> list[str]:
-    """Return a line for each missing or unexpected name, and for each different shape or dtype.
+    """Return a line for each missing or unexpected name, and for each different kind, shape or dtype.
 
     >>> compare_weights(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
     ['missing: bias [1]', 'unexpected: b [1]', 'shape: weight is [1, 2], in the file [1, 3]']
@@ -218,7 +218,9 @@ def compare_weights(
         if name not in weights or not isinstance(t, Tensor) or is_lazy(t):
             continue
         value = weights[name]
-        if t.shape != value.shape:
+        if not isinstance(value, Tensor) or value.layout != t.layout or value.is_meta:
+            lines.append(f'kind: {name} is {_format_kind(t)}, in the file {_format_kind(value)}')
+        elif t.shape != value.shape:
             lines.append(f'shape: {name} is{_format_shape(t)}, in the file{_format_shape(value)}')
         elif t.dtype != value.dtype and strict:
             lines.append(f'dtype: {name} is {_format_dtype(t)}, in the file {_format_dtype(value)}')
@@ -227,6 +229,13 @@ def compare_weights(
 
 def _format_shape(t: Any) -> str:
     return f' {list(t.shape)}' if isinstance(t, Tensor) and not is_lazy(t) else ''
+
+
+def _format_kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f'a {type(value).__name__}'
+    layout = str(value.layout).removeprefix('torch.').replace('strided', 'dense')
+    return 'a tensor without values (meta)' if value.is_meta else f'a {layout} tensor'
 
 
 def _format_dtype(t: Tensor) -> str:

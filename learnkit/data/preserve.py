@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
-from learnkit.core.random import preserved_generators, preserved_rng, state_setter
+from learnkit.core.random import capture_rng, preserved_generators, restore_rng, state_setter
 from learnkit.data.torch_loader import forget_workers
 
 
@@ -30,25 +30,24 @@ def refill_dict(o: Any, items: dict[Any, Any]) -> None:
             o[key] = value
 
 
-@contextmanager
-def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
-    "Restore these loaders, their samplers and all random generators at the end of the block."
-    with ExitStack() as stack:
-        stack.enter_context(preserved_rng())
-        for dl in loaders:
-            batch_sampler = getattr(dl, 'batch_sampler', None)
-            for owner in (
-                dl,
-                getattr(dl, 'sampler', None),
-                batch_sampler,
-                getattr(batch_sampler, 'sampler', None),
-            ):
-                attributes = getattr(owner, '__dict__', {})
-                # also drops worker processes that the block has started
-                stack.callback(refill_dict, attributes, dict(attributes))
-                for setter in filter(None, map(state_setter, attributes.values())):
-                    stack.callback(setter)
-        yield
+def preserve_loaders(loaders: list[Any]) -> ExitStack:
+    "Return a context that restores these loaders, their samplers and all random generators at its end."
+    stack = ExitStack()
+    stack.callback(restore_rng, capture_rng())
+    for dl in loaders:
+        batch_sampler = getattr(dl, 'batch_sampler', None)
+        for owner in (
+            dl,
+            getattr(dl, 'sampler', None),
+            batch_sampler,
+            getattr(batch_sampler, 'sampler', None),
+        ):
+            attributes = getattr(owner, '__dict__', {})
+            # also drops worker processes that the block has started
+            stack.callback(refill_dict, attributes, dict(attributes))
+            for setter in filter(None, map(state_setter, attributes.values())):
+                stack.callback(setter)
+    return stack
 
 
 @contextmanager

@@ -20,7 +20,14 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
+from learnkit.core.errors import (
+    CallbackError,
+    CheckpointError,
+    LearnkitError,
+    OptionError,
+    add_note,
+    did_you_mean,
+)
 from learnkit.core.model import model_device
 from learnkit.core.plain import ATOMS, is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
@@ -90,6 +97,10 @@ def load_callback_states(
         try:
             _load_state(cb, states.get(key))
         except Exception as e:
+            if _is_from_learnkit(type(cb)) and not isinstance(e, LearnkitError):
+                raise CheckpointError(
+                    f'The state of the callback `{key}` cannot be loaded: {type(e).__name__}: {e}.'
+                ) from e
             add_note(e, f'in {type(cb).__name__}.load_state_dict')
             raise
 

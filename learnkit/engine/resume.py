@@ -46,7 +46,7 @@ class ResumeState:
     restore: Callable[[Any, ResumeState], None]  # f(learn, self): restores it in a Learner
     path: Path | None = None  # file of the checkpoint
     info: dict[str, Any] = field(default_factory=dict)  # metadata of the file
-    before: dict[str, Any] | None = None  # weights and optimizers that the checkpoint replaces
+    before: Any = None  # restores the Learner as it was, until the first batch is trained
     next_batch: int = 0  # number of the next batch, in the epoch of the checkpoint
 
     @property
@@ -59,6 +59,12 @@ class ResumeState:
     def at(self) -> str:
         "Point of the loop at which the checkpoint is restored."
         return SAVE_POINTS[self.loop['place']]
+
+    def keep(self) -> None:
+        "Keep what is restored, whatever happens from here on."
+        if self.before is not None:
+            self.before.pop_all()
+            self.before = None
 
     @property
     def stage(self) -> int:
@@ -91,8 +97,9 @@ class ResumedRun(Source):
     before the first remaining batch.
     """
 
-    def __init__(self, passes: TrainingPasses) -> None:
+    def __init__(self, passes: TrainingPasses, resume: ResumeState) -> None:
         self.passes = passes
+        self.resume = resume
 
     @override
     def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
@@ -102,6 +109,7 @@ class ResumedRun(Source):
         if r.at == 'epoch':
             self._restore_after_epoch(learn)
             if learn.run.stopping:
+                r.keep()
                 return iter(())  # the checkpoint is of a fit that was stopped
             epoch += 1
         return self.passes.epochs(learn, epoch)
@@ -122,8 +130,11 @@ class ResumedRun(Source):
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Return the batches that remain of the epoch of the checkpoint, and all of any other epoch."
         r = learn.parts.resuming
-        if r is None or not (learn.training and learn.fitting):
+        if not (learn.training and learn.fitting):
             return self.passes.batches(learn)
+        if r is None:
+            numbers, drawn = self.passes.batches(learn)
+            return numbers, self._keep_after_first(drawn)
         self.passes.prepare(learn)
         set_length(learn)
         resume_at(learn, 'batch')
@@ -131,11 +142,27 @@ class ResumedRun(Source):
         batches = self.passes.open(learn, continued=True)
         if learn.run.stopping:
             return range(0), iter(())
-        return set_length(learn, r.loop['n_drawn']), draw(learn, batches)
+        numbers = set_length(learn, r.loop['n_drawn'])
+        return numbers, self._keep_after_first(draw(learn, batches))
+
+    def _keep_after_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        "Return the batches; after the first of the fit was trained, the checkpoint is kept, whatever happens."
+        return (
+            batches if self.resume.before is None else _call_after_first(batches, self.resume.keep)
+        )
 
     @override
     def end(self, learn: Learner) -> None:
         self.passes.end(learn)
+
+
+def _call_after_first(items: Iterator[Any], call: Callable[[], None]) -> Iterator[Any]:
+    "Yield all items, and call a function after the first."
+    for item in items:
+        yield item
+        break
+    call()
+    yield from items
 
 
 def resume_at(learn: Learner, point: str) -> None:

@@ -97,14 +97,14 @@ def train_whole_batch(learn: Learner) -> None:
 @contextmanager
 def fit_seams(
     learn: Learner,
-    is_resumed: bool,  # the fit resumes from a checkpoint
+    checkpoint: Any,  # `ResumeState` that the fit resumes from, or None
 ) -> Iterator[None]:
     "Let the features of a Learner take their seams for a fit."
     seams = learn.seams
     before: dict[str, Any] = {}
     try:
-        if is_resumed:
-            before |= seams.take('resume', source=ResumedRun(learn.parts.passes))
+        if checkpoint is not None:
+            before |= seams.take('resume', source=ResumedRun(learn.parts.passes, checkpoint))
         elif 'source' not in seams.holders:  # with another source, no fit resumes within an epoch
             before |= seams.take('checkpoints', source=learn.parts.passes)
         if learn.opt.needs_closure:

@@ -6,8 +6,8 @@ No object is replaced by its copy, so all references to a list, a tensor or a pa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.core.interrupts import run_all
 from learnkit.core.random import state_setter
@@ -110,6 +111,8 @@ class Snapshot:
         self._queue += [v for v in items if type(v) not in _ATOMS]
 
     def _copy_tensor(self, t: Tensor) -> None:
+        if is_lazy(t):
+            return  # it has no values yet
         grad = t.grad if t.is_leaf else None
         self._enqueue([grad, *vars(t).values()])
         value = t.detach()
@@ -143,7 +146,7 @@ def _refill(o: Any, items: list[Any]) -> None:
         o.extend(items)
 
 
-def preserve_dataloaders(dls: Any) -> AbstractContextManager[None]:
+def preserve_dataloaders(dls: Any) -> ExitStack:
     """Restore loaders and all random generators at the end of a context, so that the order of the next epoch is kept.
 
     >>> from learnkit.data.dataloaders import DataLoaders
@@ -155,52 +158,57 @@ def preserve_dataloaders(dls: Any) -> AbstractContextManager[None]:
     return preserve_loaders([dls, dls.train, *(dl for _, dl in evaluation_loaders(dls))])
 
 
-@contextmanager
 def restored_objects(
     learn: Learner,  # Learner whose model and loaders are restored
     roots: list[Any],  # further objects to restore
     excluded: list[Any] | None = None,  # objects that are not restored
     on_host: bool = False,  # whether copies of tensors are on the CPU
-) -> Iterator[None]:
-    "Restore the model, these objects, the loaders and the random generators at the end of a context."
+) -> ExitStack:
+    "Return a context that restores the model, these objects, the loaders and the random generators at its end."
     # listed here because the attributes of a scripted model do not contain its tensors
     tensors = [*learn.model.parameters(), *learn.model.buffers()]
     loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
     datasets = [getattr(dl, 'dataset', None) for dl in loaders]
     excluded = [learn, learn.dls, *loaders, *datasets, *(excluded or [])]
-    snapshot = Snapshot([tensors, *roots], excluded, on_host)
-    with preserve_dataloaders(learn.dls):
-        try:
-            yield
-        finally:
-            snapshot.undo()
+    stack = preserve_dataloaders(learn.dls)
+    stack.callback(Snapshot([tensors, *roots], excluded, on_host).undo)
+    return stack
 
 
-@contextmanager
 def restored(
     learn: Learner,
     on_host: bool = False,  # whether copies of tensors are on the CPU
-) -> Iterator[None]:
-    "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
+) -> ExitStack:
+    """Return a context that restores a Learner at its end, with its counters, its callbacks and their attributes.
+
+    `pop_all()` of the context keeps what has changed.
+    """
     cbs = list(learn.cbs)
     callbacks = learn.parts.callbacks
     parts = [learn.run, learn.seams, *(getattr(learn.parts, name) for name in _PARTS)]
     reshard(learn.model)
-    try:
-        with restored_objects(
+    stack = ExitStack()
+    stack.callback(_refresh, learn, cbs)
+    stack.enter_context(
+        restored_objects(
             learn,
             [vars(learn), vars(learn.parts), *map(vars, cbs), *map(vars, parts)],
             excluded=[callbacks, learn.parts.tables, learn.parts.whole_step],
             on_host=on_host,
-        ):
-            learn.parts.passes.forget()  # the batches of an open pass belong to the training
-            try:
-                yield
-            finally:
-                reshard(learn.model)
-                if list(map(id, learn.cbs)) != list(map(id, cbs)):
-                    learn.cbs = cbs
-    finally:
-        for cb in cbs:
-            callbacks.changed(cb, 'run')
-        callbacks.refresh()
+        )
+    )
+    stack.callback(_restore_cbs, learn, cbs)
+    learn.parts.passes.forget()  # the batches of an open pass belong to the training
+    return stack
+
+
+def _restore_cbs(learn: Learner, cbs: list[Any]) -> None:
+    reshard(learn.model)
+    if list(map(id, learn.cbs)) != list(map(id, cbs)):
+        learn.cbs = cbs
+
+
+def _refresh(learn: Learner, cbs: list[Any]) -> None:
+    for cb in cbs:
+        learn.parts.callbacks.changed(cb, 'run')
+    learn.parts.callbacks.refresh()

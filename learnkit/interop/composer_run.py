@@ -167,11 +167,11 @@ class ComposerRun(Callback):
     def after_loss(self) -> None:
         "Keep the loss of a training microbatch."
         if self.learn.training:
-            self.last_loss = self.learn.loss
+            self.last_loss = self.learn.loss.detach()
 
     def after_step(self) -> None:
         "Keep loss and gradients of the batch."
-        self.batch_loss = self.learn.loss
+        self.batch_loss = self.learn.loss.detach()
         self._grads = [(p, p.grad) for p in self.learn.opt.parameters() if p.grad is not None]
 
     def after_train(self) -> None:
@@ -319,6 +319,7 @@ class ComposerRun(Callback):
             'evaluated': self._eval_seconds,
             'epochs': self._n_previous_epochs,
             'end': self._given_end,
+            'losses': [self.last_loss, self.batch_loss],
             'measured': self._values,
             'passes': {name: (p.batches, p.samples) for name, p in self.passes.items()},
         }
@@ -334,6 +335,7 @@ class ComposerRun(Callback):
         self._eval_seconds = sd['evaluated']
         self._n_previous_epochs = sd['epochs']
         self._given_end = None if sd['end'] is None else tuple(sd['end'])
+        self.last_loss, self.batch_loss = sd['losses']
         for name, counts in sd['passes'].items():
             self.passes[name].batches, self.passes[name].samples = counts
         self._values = {label: dict(values) for label, values in sd['measured'].items()}

@@ -17,6 +17,7 @@ from typing_extensions import override
 from learnkit.core.errors import OptionError
 from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.time import Time
+from learnkit.core.validation import warn_user
 from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import encode_png
 
@@ -48,6 +49,7 @@ class _FileLogger(Logger):
             raise OptionError(f'{fname!r}: {type(self).__name__} writes files that end in {ends}.')
         self.fname = fname
         self.append = append
+        self._starts_over = False
 
     @override
     def where(self) -> Path:
@@ -77,6 +79,11 @@ class _FileLogger(Logger):
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._is_new_log and not self.append:
             path.unlink(missing_ok=True)
+        elif self._starts_over and path.exists():
+            before = path.with_name(f'{path.stem}-before{path.suffix}')
+            path.replace(before)
+            warn_user(f'{path} was of a run that no checkpoint continues: it is now {before.name}.')
+        self._starts_over = False
         text = _read_lines(path) if path.exists() else ''
         rows = self.parse(path, text)
         kept = rows if keep is None else self._take_until(rows, keep)
@@ -85,6 +92,10 @@ class _FileLogger(Logger):
             with atomic_write(path) as tmp:
                 tmp.write_text(self._format_file(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
+
+    def start_over(self) -> None:
+        "Set an existing file aside: a fit with `resume=True` has found no checkpoint of the run that wrote it."
+        self._starts_over = self._is_new_log and not self.learn.parts.counters.batches
 
     def _take_until(self, rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
         "Return the rows up to a step, and the configuration after this step if the fit does not log it again."

@@ -338,8 +338,12 @@ class OptimWrapper(torch.optim.Optimizer):
         if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
 
-    def split_groups(self, only: torch.optim.Optimizer | None = None) -> None:
-        "Move the exempt parameters of each group, of one optimizer or all, to a param group without weight decay."
+    def split_groups(
+        self,
+        only: torch.optim.Optimizer | None = None,  # None: all
+        is_loaded: bool = False,  # a saved state has set the decay of groups that are exempt as a whole
+    ) -> None:
+        "Move the exempt parameters of each group to a param group without weight decay."
         self._find_groups()
         for slots in self.positions:
             for o, i in list(slots):
@@ -349,7 +353,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 if not exempt or 'weight_decay' not in group or only not in (None, o):
                     continue
                 if not rest:
-                    group['weight_decay'] = 0.0
+                    group['weight_decay'] = group['weight_decay'] if is_loaded else 0.0
                     continue
                 group['params'] = rest
                 o.add_param_group({**group, 'params': exempt, 'weight_decay': 0.0})
@@ -488,7 +492,8 @@ class OptimWrapper(torch.optim.Optimizer):
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
         load_state(self, state_dict)
-        self.spare_from_decay()
+        if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
+            self.split_groups(is_loaded=True)
         if self.is_training:
             self.train()
         else:

@@ -129,7 +129,7 @@ def test_a_callback_that_cannot_read_its_state_is_named(
     assert all(torch.equal(t, before[name]) for name, t in learn.model.state_dict().items())
     warnings_seen = '\n'.join(caught.value.__notes__)
     assert 'in Picky.load_state_dict' in warnings_seen
-    assert f'while {path} was put in place' in warnings_seen
+    assert f'while the fit resumed from {path}' in warnings_seen
     assert not learn.resumed
     assert learn.opt.n_steps == 0
     assert all(p.grad is None for p in learn.model.parameters())
