@@ -2,7 +2,7 @@
 """Schema of a checkpoint's state: every entry with its type, checked before any of them is used.
 
 A schema is a type, a tuple of types, a function that returns True for a valid value, a dict of the schemas of entries
-that must exist, or one of `Maybe`, `Each` and `Pairs`."""
+that must exist, or one of `Maybe`, `Optional` and `Each`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ State = Mapping[str, Any]
 @dataclass(frozen=True)
 class Maybe:
     "Schema of a value that may be None."
+
+    schema: Any
+
+
+@dataclass(frozen=True)
+class Optional:
+    "Schema of an entry that may be missing, as in files of earlier versions."
 
     schema: Any
 
@@ -135,6 +142,7 @@ _EVALUATIONS = {'evaluated': Each(_TIMESTAMP), 'fit_began': _TIMESTAMP}
 _LOADER = {'own': Each(is_generator), 'epochs': Each(int), 'counts': Each(Mapping)}
 _POSITION = {
     'loader': Each(is_atom),
+    'drawn': Optional(Each(is_atom)),
     'n': is_count,
     'n_before': is_count,
     'start': Maybe({**_LOADER, 'rng': is_rng}),
@@ -169,6 +177,9 @@ SCHEMA = {
     'loss_func': Maybe(Mapping),
     'optimizer': Maybe(is_optimizer),
     'buffers': Each(is_tensor),
+    'persistent': Optional(Each(str, list)),
+    'loss_buffers': Optional(Each(is_tensor)),
+    'generators': Optional(Each(Each(is_generator))),
     'grads': Each(is_tensor),
     'frozen': {'names': Each(str, list), 'frozen_idx': int},
     'loop': _LOOP,
@@ -205,7 +216,9 @@ def find_problems(
     >>> list(find_problems({'epoch': -1}, {'epoch': is_count, 'iter': is_count}))
     ['epoch is -1, not a number that is not negative', 'iter is missing']
     """
-    if isinstance(schema, Maybe):
+    if isinstance(schema, Optional):
+        yield from find_problems(value, schema.schema, place)
+    elif isinstance(schema, Maybe):
         if value is not None:
             yield from find_problems(value, schema.schema, place)
     elif isinstance(schema, Each):
@@ -232,6 +245,7 @@ def _find_in_mapping(value: Any, schema: dict[str, Any], place: str) -> Iterator
     for key, part in schema.items():
         name = f'{place}.{key}'.removeprefix('.')
         if key not in value:
-            yield f'{name} is missing'
+            if not isinstance(part, Optional):
+                yield f'{name} is missing'
         else:
             yield from find_problems(value[key], part, name)

@@ -14,7 +14,7 @@ If the fit ends before that, `resumed` puts everything back.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -25,6 +25,12 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.checkpoint.buffers import (
+    add_buffers,
+    collect_loose_buffers,
+    list_persistent,
+    restore_loose_buffers,
+)
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
@@ -38,9 +44,9 @@ from learnkit.checkpoint.weights import (
     load_stored,
 )
 from learnkit.core.errors import CheckpointError, add_note
-from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
-from learnkit.core.random import capture_rng, restore_rng
+from learnkit.core.model import bare_model
+from learnkit.core.plain import as_plain, identify_memory, to_plain
+from learnkit.core.random import capture_own, capture_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.distributed.dtensor import (
@@ -104,7 +110,10 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     trained = _collect_trained(learn)
     state = {
         **trained,
-        'buffers': _collect_loose_buffers(learn.model, trained['model']),
+        'buffers': collect_loose_buffers(learn.model),
+        'persistent': list_persistent(learn.model),
+        'loss_buffers': collect_loose_buffers(learn.loss_func),
+        'generators': {name: capture_own(m) for name, m in _list_modules(learn)},
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
         'frozen': {
             'names': [name for name, p in named if not p.requires_grad],
@@ -286,6 +295,7 @@ def _describe_next(learn: Learner, r: ResumeState) -> str:
 def _check_fits(learn: Learner, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
     _add_unfrozen_params(learn, r.state)
+    add_buffers(learn.model, r.state['model'], r.state.get('persistent', ()))
     differences = compare_stored(learn, _find_trained(r.state))
     if not differences and learn.opt is not None:
         differences = _compare_grads(list(learn.opt.parameters()), r.state['grads'])
@@ -341,13 +351,16 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     learn.resumed = False
     state = resume.state
     load_stored(learn, _find_trained(state))
-    _restore_loose_buffers(learn.model, state.get('buffers', {}))
+    restore_loose_buffers(learn.model, state['buffers'])
+    restore_loose_buffers(learn.loss_func, state.get('loss_buffers', {}))
     _restore_flags(learn, state)
     _restore_counters(learn, resume.loop)
     learn.load_callback_states(copy_to_host(state['callbacks']))
     if resume.path is not None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])
+    for name, module in _list_modules(learn):
+        _warn_of_missing(restore_own(module, state.get('generators', {}).get(name, {})))
     learn.parts.strategy.after_restore(learn, resume)
 
 
@@ -394,24 +407,18 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
         p.grad = None if grad is None else distribute_like(grad, p).to(p.device, copy=True)
 
 
-def _collect_loose_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:
-    "Return the non-persistent buffers, which a state dict leaves out, as far as a file can hold them."
-    named = bare_model(model).named_buffers(remove_duplicate=False)
-    return {k: b for k, b in named if k not in saved and type(b) is Tensor and is_dense(b)}
+def _list_modules(learn: Learner) -> list[tuple[str, nn.Module]]:
+    "Return the model and the loss function, if it is a module, with their names in a state."
+    modules = [('model', bare_model(learn.model)), ('loss_func', learn.loss_func)]
+    return [(name, m) for name, m in modules if isinstance(m, nn.Module)]
 
 
-def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    modules = dict(bare_model(model).named_modules())
-    for place, value in buffers.items():
-        path, _, name = place.rpartition('.')
-        if path not in modules or not hasattr(modules[path], name):
-            continue
-        module = modules[path]
-        buffer = getattr(module, name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            setattr(module, name, value.to(model_device(module, None), copy=True))
-        elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
-            buffer.copy_(value)
+def _warn_of_missing(paths: list[str]) -> None:
+    if paths:
+        warn_user(
+            f'The model had random generators when the checkpoint was taken that it lacks now: {", ".join(paths)}. '
+            'Make them in `__init__`.'
+        )
 
 
 def copy_to_host(state: Any) -> Any:

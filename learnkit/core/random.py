@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from learnkit.core.batch import map_tensors
 from learnkit.core.plain import map_plain
 
+# attributes that torch itself gives to every module
+MODULE_INTERNALS = frozenset(vars(nn.Module()))
 RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 'mps'
 
 
@@ -172,8 +174,8 @@ def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
     if type(attributes) is not dict:
         return
     if isinstance(owner, nn.Module):
-        public = {k: v for k, v in attributes.items() if k[0] != '_'}
-        attributes = public | attributes['_modules']
+        own = {k: v for k, v in attributes.items() if k not in MODULE_INTERNALS}
+        attributes = own | attributes['_modules']
     for k, value in attributes.items():
         # the iterator of a DataLoader refers to parts of the loader, and `learn` of a callback to all objects
         if k not in ('_iterator', 'learn'):

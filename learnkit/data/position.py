@@ -64,9 +64,11 @@ class LoaderPosition:
         self,
         dl: Any,  # the training loader
         n_before: int = 0,  # batches drawn in earlier epochs, needed for an iterator
+        first: dict[str, Any] | None = None,  # the loader at the start of the fit; None: as it is
     ):
         self.dl = dl
         self.n_before = n_before
+        self.first = describe_drawn(dl) if first is None else first
         # states of all generators just before `iter(dl)`; None before `begin`
         self.start: State | None = None
         self.n_workers = getattr(dl, 'num_workers', 0) or 0
@@ -88,8 +90,9 @@ class LoaderPosition:
         between epochs is restored at once, and `begin` starts an epoch. Raises `CheckpointError`, with nothing
         changed, for a loader of another type, length or batch size.
         """
-        check_position(dl, state)
+        (check_position if state['start'] is None else _check_drawn)(dl, state)
         position = cls(dl, state['n_before'])
+        position.first = state['loader']
         position.load_state_dict(state)
         return position
 
@@ -131,7 +134,8 @@ class LoaderPosition:
             if state is not None:
                 now['loader'] = deepcopy(to_plain(state, f'The state of {type(self.dl).__name__}'))
         return {
-            'loader': describe_drawn(self.dl),
+            'loader': self.first,
+            'drawn': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
             'start': self.start,
@@ -347,12 +351,20 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
 
 
 def check_position(dl: Any, state: Mapping[str, Any]) -> None:
-    "Raise `CheckpointError` for the position of another loader."
+    "Raise `CheckpointError` if a loader is not as the position's was at the start of its fit."
+    _compare(state['loader'], describe_drawn(dl))
+
+
+def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
+    "Raise `CheckpointError` if a loader is not as the position's was in its epoch."
     with _preserved(dl):
         # the length of a loader may depend on the epoch
-        restore_loader_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
-        saved = state['loader']
-        now = describe_drawn(dl)
+        start = {name: state['start'].get(name, {}) for name in ('epochs', 'counts')}
+        restore_loader_state(_unshard(dl), start)
+        _compare(state.get('drawn', state['loader']), describe_drawn(dl))
+
+
+def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     differences = [
         f'{name} {saved.get(name)}, now {value}'
         for name, value in now.items()

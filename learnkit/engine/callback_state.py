@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from enum import Enum
 from io import IOBase
 from logging import Logger
 from pathlib import Path, PurePath
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from learnkit.core.errors import (
     CallbackError,
@@ -31,7 +32,6 @@ from learnkit.core.errors import (
 from learnkit.core.model import model_device
 from learnkit.core.plain import ATOMS, is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
-from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
 if TYPE_CHECKING:
@@ -43,10 +43,20 @@ ATTRIBUTES = '__attributes__'
 
 # attribute of a callback with the attributes that no checkpoint holds, as they were when it was added
 _ADDED_KEY = '_as_added'
+_NAMES_KEY = '_names_as_added'  # names of the attributes that it had then
+_DELETED = '__deleted__'  # key of the names of attributes that the run has deleted
 _NOT_STATE = {'learn', 'order', 'run', 'run_in', 'run_train', 'run_valid', '_given_by_learnkit'}
-_NOT_STATE |= {_ADDED_KEY, SET_BY_BASE}
+_NOT_STATE |= {_ADDED_KEY, _NAMES_KEY, SET_BY_BASE}
 # types of objects, next to functions, that a run creates or opens itself
-_RECREATED_TYPES = (ModuleType, IOBase, Logger, torch.optim.Optimizer, torch.device, torch.dtype)
+_RECREATED_TYPES = (
+    ModuleType,
+    IOBase,
+    Logger,
+    torch.optim.Optimizer,
+    torch.device,
+    torch.dtype,
+    RemovableHandle,
+)
 
 
 # -- states by the callbacks' keys -----------------------------------------------------------------
@@ -188,28 +198,41 @@ def lost_attributes(cb: Any) -> dict[str, Any]:
 def _split_attributes(cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     "Return the encoded attributes, and those that are lost."
     encoded, lost = {}, {}
+    added = vars(cb).get(_ADDED_KEY, {})
     for name, value in _list_attributes(cb).items():
         try:
             encoded[name] = _encode_attribute(value, cb)
         except _ENCODE_ERRORS:
-            if not _is_recreated(value):
+            if type(value) is type(added.get(name)) and _has_own_class(value):
+                encoded[name] = {_KIND: _OWN_CLASS, 'of': _encode_own_class(value)}
+            elif not _is_recreated(value) and not _shares_weights(value, cb):
                 lost[name] = value
-    return encoded, lost
+    deleted = sorted(set(vars(cb).get(_NAMES_KEY, ())) - set(vars(cb)))
+    return encoded | ({_DELETED: deleted} if deleted else {}), lost
 
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
     "Restore attributes that `collect_attributes` returned, without calling the callback's `__setattr__`."
     own = vars(cb)
     for name, value in attributes.items():
-        if isinstance(value, Mapping) and value.get(_KIND) == _GENERATORS:
+        kind = value.get(_KIND) if isinstance(value, Mapping) else None
+        if name == _DELETED:
+            for deleted in value:
+                own.pop(deleted, None)
+        elif kind == _GENERATORS:
             restore_own([own.get(name)], value['of'])
+        elif kind == _OWN_CLASS:
+            own[name] = _decode_own_class(value['of'], own.get(name))
         else:
             own[name] = decode(value, cb)
 
 
 def note_attributes(cb: Any) -> None:
     "Store the attributes that no checkpoint holds when a callback is added; they are created with the callback."
-    vars(cb).setdefault(_ADDED_KEY, lost_attributes(cb))
+    own = vars(cb)
+    if _ADDED_KEY not in own:
+        own[_NAMES_KEY] = list(_list_attributes(cb))
+        own[_ADDED_KEY] = lost_attributes(cb)
 
 
 def replaced_attributes(cb: Any) -> dict[str, str]:
@@ -220,17 +243,6 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
         for name, value in lost_attributes(cb).items()
         if added.get(name, added) is not value
     }
-
-
-def warn_of_lost_attributes(learn: Learner) -> None:
-    "Warn of the attributes of callbacks that have changed and that no checkpoint holds."
-    for cb in learn.cbs:
-        lost = replaced_attributes(cb) if keeps_attributes(cb) else {}
-        for name, kind in lost.items():
-            warn_user(
-                f'{type(cb).__name__} has set `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-                '`load_state_dict`.'
-            )
 
 
 def _list_attributes(cb: Any) -> dict[str, Any]:
@@ -261,7 +273,7 @@ def _encode_attribute(value: Any, cb: Any) -> Any:
 
     Raises one of `_ENCODE_ERRORS` for other objects, and for a view of the model's weights.
     """
-    if isinstance(value, Tensor) and _shares_weights(value, cb):
+    if _shares_weights(value, cb):
         raise OptionError('The checkpoint holds the weights already.')
     try:
         return encode(value)
@@ -271,8 +283,10 @@ def _encode_attribute(value: Any, cb: Any) -> Any:
         return {_KIND: _GENERATORS, 'of': capture_own([value])}
 
 
-def _shares_weights(t: Tensor, cb: Any) -> bool:
+def _shares_weights(t: Any, cb: Any) -> bool:
     "Return True if a tensor is a view of a parameter or buffer of the model, which the checkpoint holds already."
+    if not isinstance(t, Tensor):
+        return False
     model = _find_model(cb)
     weights = (t, *model.parameters(), *model.buffers())
     address, *others = [w.untyped_storage().data_ptr() if is_dense(w) else 0 for w in weights]
@@ -289,6 +303,7 @@ def _find_model(cb: Any) -> nn.Module:
 
 _KIND = '__kind__'  # key of the type in a dict that encodes a value which is not plain data
 _GENERATORS = 'generator'  # kind of the states of random generators
+_OWN_CLASS = 'class of the attribute'  # kind of a member of an enum, and of a named tuple
 _ON_DEVICE = 'on device'  # kind of a tensor that was not on the CPU
 # errors raised by `encode` for values that a checkpoint cannot hold
 _ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
@@ -312,6 +327,28 @@ def _encode_array(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array.copy())  # raises for strings, objects and the other byte order
 
 
+def _list_set(items: Any) -> list[Any]:
+    "Return the items of a set; numbers in their order, which is the same in every process."
+    return list(items) if all(type(i) in (int, float) for i in items) else sorted(items, key=repr)
+
+
+def _has_own_class(value: Any) -> bool:
+    return isinstance(value, Enum) or (isinstance(value, tuple) and hasattr(value, '_fields'))
+
+
+def _encode_own_class(value: Any) -> Any:
+    return value.name if isinstance(value, Enum) else encode(list(value))
+
+
+def _decode_own_class(data: Any, now: Any) -> Any:
+    "Return the value in the class that the attribute has now."
+    if not _has_own_class(now):
+        raise CallbackError(
+            f'The attribute is {type(now).__name__}, and was an enum or a named tuple.'
+        )
+    return type(now)[data] if isinstance(now, Enum) else type(now)(*decode(data, None))
+
+
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float)}
 
 data_kinds: dict[str, DataKind] = {
@@ -319,8 +356,19 @@ data_kinds: dict[str, DataKind] = {
     'Path': DataKind(lambda value: isinstance(value, PurePath), str, lambda name, cb: Path(name)),
     'timedelta': DataKind(_is(timedelta), timedelta.total_seconds, lambda s, cb: timedelta(0, s)),
     'L': DataKind(_is(L), list, lambda items, cb: L(items)),
-    # sorted, because the order of a set differs from run to run
-    'set': DataKind(_is(set), partial(sorted, key=repr), lambda items, cb: set(items)),
+    'set': DataKind(_is(set), _list_set, lambda items, cb: set(items)),
+    'frozenset': DataKind(_is(frozenset), _list_set, lambda items, cb: frozenset(items)),
+    'OrderedDict': DataKind(
+        _is(OrderedDict), lambda d: list(d.items()), lambda items, cb: OrderedDict(items)
+    ),
+    'Counter': DataKind(_is(Counter), dict, lambda counts, cb: Counter(counts)),
+    'namespace': DataKind(
+        _is(SimpleNamespace), vars, lambda entries, cb: SimpleNamespace(**entries)
+    ),
+    'bytearray': DataKind(_is(bytearray), bytes, lambda data, cb: bytearray(data)),
+    'range': DataKind(
+        _is(range), lambda r: (r.start, r.stop, r.step), lambda ends, cb: range(*ends)
+    ),
     'defaultdict': DataKind(
         lambda value: type(value) is defaultdict and value.default_factory in _FACTORIES.values(),
         lambda value: (value.default_factory.__name__, dict(value)),

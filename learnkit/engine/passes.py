@@ -13,7 +13,7 @@ from typing_extensions import override
 from learnkit.core.errors import EmptyLoaderError, add_note
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length, n_batches
-from learnkit.data.position import LoaderPosition
+from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
@@ -124,6 +124,7 @@ class TrainingPasses(Source):
     """
 
     def __init__(self) -> None:
+        self.first: dict[str, Any] | None = None  # the loader at the start of the fit
         self.position: LoaderPosition | None = None  # position in the current pass
         self.stream: Stream | None = None  # pass that all epochs share
         self.n_drawn = 0  # number of batches that the last pass has drawn
@@ -226,10 +227,14 @@ class TrainingPasses(Source):
         "Return the position of the start of the next epoch."
         last = self.position
         if last is None:
-            return LoaderPosition(dl)
+            return LoaderPosition(dl, first=self.first)
         if last.start is None:
             return last  # restored from a checkpoint between two epochs
-        return LoaderPosition(dl, n_before=last.n_before + self.n_drawn)
+        return LoaderPosition(dl, last.n_before + self.n_drawn, self.first)
+
+    def begin_fit(self, learn: Learner) -> None:
+        "Note the loader as a resumed fit would find it."
+        self.first = describe_drawn(learn.dls.train)
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Start the next pass at the position of a checkpoint."
@@ -261,7 +266,7 @@ class TrainingPasses(Source):
         if is_stream(learn.dls):
             stream = self.stream
             if stream is None or stream.dl is not train:
-                return LoaderPosition(train).state_dict(0)
+                return LoaderPosition(train, first=self.first).state_dict(0)
             return stream.position.state_dict(stream.n)
         if not within_epoch:
             return self._next_position(train).state_dict(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,3 +167,36 @@ def test_a_subclass_of_a_callback_with_a_state_keeps_what_it_adds() -> None:
     assert added == {'scale': 1.0, 'values': [1.0, 2.0], 'items': 2}
     options = {'monitor', 'comp', 'min_delta', 'reset_on_fit'}
     assert not options & state['__attributes__'].keys() and 'best' in state['__state__']
+
+
+def test_values_of_more_classes_come_back_as_they_were() -> None:
+    class Mode(Enum):
+        WARM, HOT = 1, 2
+
+    Point = namedtuple('Point', 'x y')
+
+    class Keeps(Callback):
+        def __init__(self) -> None:
+            self.mode, self.point, self.warm = Mode.WARM, Point(0, 0), True
+
+    cb, new = Keeps(), Keeps()
+    for one in (cb, new):
+        synth_learner(cbs=one)
+    cb.mode, cb.point = Mode.HOT, Point(1, [2.0])
+    cb.space = SimpleNamespace(best=0.5, names=['a'])
+    cb.order_of = OrderedDict(a=1, b=2)
+    cb.order_of.move_to_end('a')
+    cb.counts, cb.frozen, cb.raw, cb.steps = (
+        Counter('aab'),
+        frozenset({1}),
+        bytearray(b'x'),
+        range(3),
+    )
+    cb.numbers = {3, 1, 2}
+    del cb.warm
+    put_attributes(new, collect_attributes(cb))
+    names = 'mode point space order_of counts frozen raw steps numbers'.split()
+    assert [getattr(new, name) for name in names] == [getattr(cb, name) for name in names]
+    assert [type(vars(new)[name]) for name in names] == [type(vars(cb)[name]) for name in names]
+    assert list(new.order_of) == ['b', 'a'] and list(new.numbers) == list(cb.numbers)
+    assert 'warm' not in vars(new)
