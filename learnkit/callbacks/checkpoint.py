@@ -30,16 +30,16 @@ from learnkit.checkpoint.folder import (
     sweep_folders,
     write_own_files,
 )
+from learnkit.checkpoint.rehearsal import Inventory, find_lost, take_inventory
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import check_count
+from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import warn_of_lost_attributes
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import checkpoint_point
 from learnkit.metrics.direction import MetricProperties
@@ -75,6 +75,9 @@ class Checkpoint(Callback):
     `keep_best` best so far. Of several with the same value the earliest is the best. Two runs cannot use one folder at
     a time.
 
+    The first checkpoint of a fit compares the attributes of modules, data set and callbacks with those at the fit's
+    start. One warning names all that have changed and that no checkpoint holds; `rehearse=False` leaves it out.
+
     On SIGTERM the current batch, or the current evaluation, is finished, a checkpoint is written, and the process calls
     the earlier signal handler and exits with code 143; in IPython the fit ends. `preemption=False` installs no signal
     handler.
@@ -107,6 +110,7 @@ class Checkpoint(Callback):
         background: bool = True,  # whether a background thread writes the file
         preemption: bool = True,  # whether SIGTERM saves a checkpoint and exits
         trainable_only: bool = False,  # whether to leave out weights that are frozen from the start
+        rehearse: bool = True,  # whether the first checkpoint of a fit warns of what would be lost
     ) -> None:
         try:
             self.every = None if every is None else as_time(every, 'ep')
@@ -128,6 +132,7 @@ class Checkpoint(Callback):
         self.monitor = monitor
         self.mode = mode
         self.background = background
+        self.rehearse = rehearse
         self.preemption = preemption
         self.trainable_only = trainable_only
         self._stop_request = StopRequest()
@@ -138,7 +143,7 @@ class Checkpoint(Callback):
         self._best_values: list[float] = []  # best values, with the sign such that lower is better
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: dict[str, str] = {}  # digests of the frozen weights, by name
-        self._has_warned = False  # whether this fit has warned of state that no checkpoint holds
+        self._inventory: Inventory | None = None  # what the first checkpoint is compared with
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # writers of the shards, on all ranks
@@ -172,7 +177,7 @@ class Checkpoint(Callback):
         self._value = self._measured_at = None
         self._best_values = []
         self._begin_trainable()
-        self._has_warned = False
+        self._inventory = take_inventory(learn) if self.rehearse else None
         if self.preemption:
             self._stop_request.install(learn.dls)
 
@@ -300,7 +305,7 @@ class Checkpoint(Callback):
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint only.'
             )
         learn.world.run_on_all(self._wait)
-        self._warn_of_lost_state(point)
+        self._rehearse(point)
         state = self._collect_state(point)
         path, files = self._write_own_files()
         if files:
@@ -314,12 +319,16 @@ class Checkpoint(Callback):
             self._writing = self._thread.submit(write)
         return path
 
-    def _warn_of_lost_state(self, point: str) -> None:
-        "Warn once a fit of state that no checkpoint holds."
-        if not self._has_warned:
-            self._has_warned = True
-            warn_of_lost_attributes(self.learn)
-            self.learn.parts.passes.warn_of_lost_state(self.learn, point == 'batch')
+    def _rehearse(self, point: str) -> None:
+        "Warn once a fit of what a run that resumes from its checkpoints would lose."
+        before, self._inventory = self._inventory, None
+        if before is None:
+            return
+        lost = find_lost(before, take_inventory(self.learn))
+        if lost:
+            summary = 'A run that resumes from this checkpoint has lost what has changed, and no checkpoint holds:'
+            warn_user('\n  '.join([summary, *lost]))
+        self.learn.parts.passes.warn_of_lost_state(self.learn, point == 'batch')
 
     def _write_own_files(self) -> tuple[Path, dict[str, Any]]:
         "Return the path of the next checkpoint, and the files that callbacks have written for it in rank 0."

@@ -36,7 +36,9 @@ def test_what_is_lost_is_named_by_a_failed_check_and_by_the_first_checkpoint(
         'Hidden keeps `rates` (range_iterator)',
     ]
     learn.add_cb(Checkpoint('1ba', tmp_path))
-    with pytest.warns(UserWarning, match='Hidden has set `rates`') as caught:
+    with pytest.warns(
+        UserWarning, match=r'\n  Hidden.rates: give the callback `state_dict`'
+    ) as caught:
         learn.fit(1)
     assert len(caught) == 1
     hidden.log.close()

@@ -98,7 +98,8 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm2d(4)
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(4 * 36, 3)
-        self.returns_activations, self.resets = returns_activations, 0
+        self.returns_activations = returns_activations
+        self.register_buffer('resets', torch.tensor(0))
 
     def reset(self) -> None:
         self.resets += 1
