@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.plain import is_dense
 
-Place = tuple[
-    str, nn.Module, str, Tensor
-]  # path, the module that has the buffer, its name in it, and the buffer
+# path of a buffer, the module that has it, its name there, and the buffer
+Place = tuple[str, nn.Module, str, Tensor]
 
 
 def _list_buffers(module: Any) -> Iterator[Place]:
@@ -54,16 +53,16 @@ def add_buffers(
 ) -> None:
     """Give a model the buffers of a checkpoint that it lacks, has as None, or in another shape.
 
-    A module that is not of torch may register or resize a buffer in its forward pass. Their values are loaded later.
+    A module that is not of torch may register or resize a buffer in its forward pass. Other values are loaded later.
     """
     for path in paths:
         value = weights.get(path)
         if isinstance(value, Tensor):
-            _put(model, path, torch.zeros_like(value), persistent=True)
+            _put(model, path, value, persistent=True)
 
 
 def restore_loose_buffers(module: Any, buffers: Mapping[str, Tensor]) -> None:
-    "Restore buffers that are not persistent; those that the module lacks are registered."
+    "Restore buffers that are not persistent, and register the ones that the module lacks."
     for path, value in buffers.items():
         if _put(module, path, value, persistent=False):
             continue
@@ -75,9 +74,12 @@ def restore_loose_buffers(module: Any, buffers: Mapping[str, Tensor]) -> None:
 def _put(module: Any, path: str, value: Tensor, persistent: bool) -> bool:
     "Set a buffer that is missing, is None, or has another shape or dtype; return True if it is as it should be."
     prefix, _, name = path.rpartition('.')
-    owner = dict(bare_model(module).named_modules(remove_duplicate=False)).get(prefix)
-    if owner is None or (hasattr(owner, name) and name not in owner._buffers):
+    try:
+        owner = bare_model(module).get_submodule(prefix)
+    except AttributeError:
         return True  # another model: the comparison of weights names the difference
+    if hasattr(owner, name) and name not in owner._buffers:
+        return True  # the same
     buffer = owner._buffers.get(name)
     if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
         return False

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearse a resume at the first checkpoint of a fit: find what has changed since its start and no checkpoint holds.
 
-A resumed process makes its objects as they were at the fit's start. An attribute that differs now, and that is no part
-of the state, would be lost."""
+A resumed process makes its objects as they were at the fit's start. An attribute that differs now, and that the state
+does not contain, would be lost."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from operator import length_hint
 from types import FunctionType, MethodType, ModuleType
@@ -29,9 +30,8 @@ from learnkit.engine.callback_state import keeps_attributes, lost_attributes
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-Inventory = dict[
-    str, tuple[Any, str]
-]  # by the name of an attribute: its fingerprint, and what to do
+# by the name of an attribute: its fingerprint, and what to do
+Inventory = dict[str, tuple[Any, str]]
 
 _IN_MODULE = 'make it a buffer, or save it by `get_extra_state`'
 _IN_DATA = 'harmless if it only caches what would be computed again'
@@ -52,7 +52,7 @@ _SKIPPED = (
     torch.device,
     torch.dtype,
     nn.Parameter,
-    torch.nn.modules.lazy.LazyModuleMixin,
+    LazyModuleMixin,
 )
 
 
@@ -67,10 +67,8 @@ def take_inventory(learn: Learner) -> Inventory:
     elif loss is not None:
         found['loss_func'] = fingerprint(loss), _IN_LOSS
     found |= _list_data(learn.dls.train)
-    for cb in learn.cbs:
-        if not keeps_attributes(cb):
-            continue
-        held = {id(m) for m in model.modules()}
+    held = {id(m) for m in model.modules()}
+    for cb in filter(keeps_attributes, learn.cbs):
         for name, value in {**lost_attributes(cb), **_find_modules(cb, held)}.items():
             found[f'{type(cb).__name__}.{name}'] = fingerprint(value), _IN_CALLBACK
     return found
@@ -87,12 +85,13 @@ def find_lost(before: Inventory, now: Inventory) -> list[str]:
 
 
 def _list_module(module: nn.Module, root: str) -> Inventory:
-    "Return the attributes of a module and its parts that are no parameters, buffers or modules."
+    "Return the attributes of a module and its parts, without parameters, buffers and modules."
     found: Inventory = {}
     for path, m in module.named_modules():
         if isinstance(m, LazyModuleMixin):
             found['.'.join(filter(None, (root, path)))] = _LAZY, ''
-        if _saves_itself(m) or isinstance(m, LazyModuleMixin):
+            continue
+        if _saves_itself(m):
             continue
         for name, value in vars(m).items():
             place = '.'.join(filter(None, (root, path, name)))
@@ -110,9 +109,7 @@ def _saves_itself(module: nn.Module) -> bool:
 def _is_made_by_torch(module: nn.Module, name: str, value: Any) -> bool:
     "Return True for what torch caches in its modules, and for parts that a checkpoint holds."
     is_cache = name.startswith('_') and type(module).__module__.startswith('torch.')
-    return (
-        is_cache or isinstance(value, (nn.Module, nn.Parameter)) or state_setter(value) is not None
-    )
+    return is_cache or isinstance(value, (nn.Module, nn.Parameter))
 
 
 def _list_data(dl: Any) -> Inventory:
@@ -155,7 +152,7 @@ def _is_foreign(owner: Any) -> bool:
 def _find_modules(cb: Any, held: set[int]) -> dict[str, nn.Module]:
     "Return the modules that a callback has for itself, such as a copy of the model."
     modules = {name: m for name, m in vars(cb).items() if isinstance(m, nn.Module)}
-    return {name: m for name, m in modules.items() if id(m) not in held and name != 'learn'}
+    return {name: m for name, m in modules.items() if id(m) not in held}
 
 
 # -- fingerprints ----------------------------------------------------------------------------------
@@ -209,7 +206,9 @@ def _list_parts(value: Any) -> Iterator[Any]:
     if state_setter(value) is not None:
         yield repr(getattr(value, 'bit_generator', value))
     elif isinstance(value, FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or ())
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # its variable is not set yet
+                yield cell.cell_contents
     elif isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, partial):
@@ -217,6 +216,6 @@ def _list_parts(value: Any) -> Iterator[Any]:
     elif type(value).__module__ == 'itertools':
         yield repr(value)
     elif not _is_foreign(value):
-        yield length_hint(value, 0)  # of an iterator
+        yield length_hint(value, 0) if isinstance(value, Iterator) else None
         yield from getattr(value, '__dict__', {}).items()
         yield from (getattr(value, name, None) for name in getattr(type(value), '__slots__', ()))

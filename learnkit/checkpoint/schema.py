@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schema of a checkpoint's state: every entry with its type, checked before any of them is used.
 
-A schema is a type, a tuple of types, a function that returns True for a valid value, a dict of the schemas of entries
+A schema is a type, a function that returns True for a valid value, a dict of the schemas of entries
 that must exist, or one of `Maybe`, `Optional` and `Each`."""
 
 from __future__ import annotations
@@ -74,55 +74,40 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and is_dense(value)
 
 
+def is_index(value: Any) -> bool:
+    "a whole number"
+    return type(value) is int
+
+
 def is_optimizer(value: Any) -> bool:
     "the state of torch's optimizers, with dense tensors"
     if not is_torch_state(value):
         return False
-    for state in [value] if is_single(value) else value.values():
-        parts, groups = state['state'], state['param_groups']
-        if not isinstance(parts, Mapping) or not all(map(_is_mapping, parts.values())):
-            return False
-        if not isinstance(groups, list) or not all(map(_is_group, groups)):
-            return False
-        if not all(map(is_dense, tensors_in(parts))):
-            return False
-    return True
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_group(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(value.get('params'), list):
-        return False
-    return all(type(i) is int for i in value['params'])
+    states = [value] if is_single(value) else value.values()
+    return not any(problem for state in states for problem in find_problems(state, _OPTIMIZER))
 
 
 def is_rng(value: Any) -> bool:
     "the states of the global generators"
-    return isinstance(value, Mapping) and _takes(lambda: restore_rng(dict(value)))
+    with preserved_rng():
+        return isinstance(value, Mapping) and _takes(lambda: restore_rng(dict(value)))
 
 
 def is_generator(value: Any) -> bool:
     "the kind and the state of a generator"
     if not isinstance(value, (tuple, list)) or len(value) != 2 or type(value[0]) is not str:
         return False
-    make = _GENERATORS.get(value[0])
-    return make is None or _takes(lambda: _restore(make(), value))
+    kind, state = value
+    make = _GENERATORS.get(kind)
+    return make is None or _takes(lambda: restore_generator(make(), (kind, state)))
 
 
-def _restore(generator: Any, captured: Any) -> None:
-    restore_generator(generator, captured)
-
-
-def _takes(restore: Callable[[], None]) -> bool:
+def _takes(restore: Callable[[], object]) -> bool:
     "Return True if generators take a state."
-    with preserved_rng():
-        try:
-            restore()
-        except Exception:  # a wrong state raises almost any type of error
-            return False
+    try:
+        restore()
+    except Exception:  # a wrong state raises almost any type of error
+        return False
     return True
 
 
@@ -136,6 +121,11 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
     },
 }
 
+# each optimizer's part of a state
+_OPTIMIZER = {
+    'state': Each(has_dense_tensors),
+    'param_groups': Each({'params': Each(is_index, list)}, list),
+}
 _COUNTS = dict.fromkeys(COUNTER_OF_UNIT, is_count)
 _TIMESTAMP = {**_COUNTS, 'sec': Maybe(is_amount), 'dur': Maybe(is_amount)}
 _EVALUATIONS = {'evaluated': Each(_TIMESTAMP), 'fit_began': _TIMESTAMP}

@@ -9,7 +9,7 @@
 4. `restore_state` restores everything there: weights again, counters, callbacks (`engine/callback_state.py`),
    the files of callbacks, and random generators last.
 
-If the fit ends before that, `resumed` puts everything back.
+If the fit ends before that, `resumed` restores everything.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain, identify_memory, to_plain
 from learnkit.core.random import capture_own, capture_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
-from learnkit.data.position import check_position
+from learnkit.data.position import check_position, warn_of_missing_generators
 from learnkit.distributed.dtensor import (
     distribute_like,
     gather_full_state,
@@ -360,7 +360,8 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])
     for name, module in _list_modules(learn):
-        _warn_of_missing(restore_own(module, state.get('generators', {}).get(name, {})))
+        missing = restore_own(module, state.get('generators', {}).get(name, {}))
+        warn_of_missing_generators(name, missing)
     learn.parts.strategy.after_restore(learn, resume)
 
 
@@ -411,14 +412,6 @@ def _list_modules(learn: Learner) -> list[tuple[str, nn.Module]]:
     "Return the model and the loss function, if it is a module, with their names in a state."
     modules = [('model', bare_model(learn.model)), ('loss_func', learn.loss_func)]
     return [(name, m) for name, m in modules if isinstance(m, nn.Module)]
-
-
-def _warn_of_missing(paths: list[str]) -> None:
-    if paths:
-        warn_user(
-            f'The model had random generators when the checkpoint was taken that it lacks now: {", ".join(paths)}. '
-            'Make them in `__init__`.'
-        )
 
 
 def copy_to_host(state: Any) -> Any:

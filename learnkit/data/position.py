@@ -404,11 +404,18 @@ def _restore(dl: Any, state: State | None) -> list[str]:
 
 def _restore_own_state(dl: Any, state: State) -> None:
     "Restore a loader's state, and warn of generators that the loader lacks."
-    missing = _restore(dl, state)
-    if missing:
+    warn_of_missing_generators('training loader', _restore(dl, state))
+
+
+def warn_of_missing_generators(
+    owner: str,  # what had the generators
+    paths: list[str],  # result of `restore_own`
+) -> None:
+    "Warn of generators that a checkpoint has a state for, and that are missing now."
+    if paths:
         warn_user(
-            f'The training loader had random generators when the checkpoint was taken that it lacks now: '
-            f'{", ".join(missing)}. What they draw will differ from an uninterrupted run. A generator that is made '
+            f'The {owner} had random generators when the checkpoint was taken that it lacks now: '
+            f'{", ".join(paths)}. What they draw will differ from an uninterrupted run. A generator that is made '
             'when it is first used cannot be restored: make it in `__init__`.'
         )
 

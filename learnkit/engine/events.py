@@ -192,8 +192,9 @@ def event_like(name: str) -> str | None:
     level, _, ending = name.removeprefix('on_').rpartition('_')
     if ending in _PREFIX_OF_ENDING and level in _LEVEL_OF_NAME:
         return f'{_PREFIX_OF_ENDING[ending]}_{_LEVEL_OF_NAME[level]}'
-    if name.startswith('begin_') and name[6:] in _LEVEL_OF_NAME:
-        return f'before_{_LEVEL_OF_NAME[name[6:]]}'
+    beginning, _, level = name.partition('_')
+    if beginning == 'begin' and level in _LEVEL_OF_NAME:
+        return f'before_{_LEVEL_OF_NAME[level]}'
     if not name.startswith(('before_', 'after_')):
         return None
     close = get_close_matches(name, EVENTS, n=1, cutoff=0.85)

@@ -114,9 +114,7 @@ def fit_seams(
         elif learn.parts.whole_step is not None:
             before |= seams.take('compile(step=True)', batch=learn.parts.whole_step)
         learn.parts.advice.begin_fit()
-        begin_passes = getattr(learn.parts.passes, 'begin_fit', None)  # a replay has its own
-        if begin_passes is not None:
-            begin_passes(learn)
+        learn.parts.passes.begin_fit(learn)
         yield
     finally:
         seams.give_back(before)

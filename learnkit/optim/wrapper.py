@@ -332,11 +332,15 @@ class OptimWrapper(torch.optim.Optimizer):
             for slots, hypers in zip(self.positions, self.hypers, strict=True)
         ]
 
-    def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
+    def spare_from_decay(
+        self,
+        params: Iterable[nn.Parameter] = (),
+        is_loaded: bool = False,  # as in `split_groups`
+    ) -> None:
         "Exempt parameters from the current weight decay, and from weight decay that is set later."
         self.exempt.update(params)
         if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
-            self.split_groups()
+            self.split_groups(is_loaded=is_loaded)
 
     def split_groups(
         self,
@@ -492,8 +496,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
         load_state(self, state_dict)
-        if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
-            self.split_groups(is_loaded=True)
+        self.spare_from_decay(is_loaded=True)
         if self.is_training:
             self.train()
         else:
