@@ -22,6 +22,7 @@ from learnkit.checkpoint import folder
 from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.state import collect_state
 from learnkit.core.errors import CancelFitException, CheckpointError, LearnkitError
+from learnkit.core.random import seed_all
 from tests.faults.run_helpers import quiet
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
@@ -30,7 +31,7 @@ NEW = [REMOVED, None, 'x', -1, nan, [], {}, torch.ones(7, 2), torch.ones(2, devi
 
 
 def make(*cbs: Any, path: Path = Path()) -> Learner:
-    torch.manual_seed(3)
+    seed_all(3)  # a forged state of the last Learner's generators may have been accepted
     generator = torch.Generator().manual_seed(5)
     loader = DataLoader(TensorDataset(X, X[:, :1]), batch_size=4, shuffle=True, generator=generator)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
@@ -86,6 +87,13 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return copy if isinstance(value, dict) else type(value)(copy)
 
 
+def _has(learn: Learner, expected: str) -> bool:
+    try:
+        return content(learn) == expected
+    except Exception:  # a forged state of the Recorder fails in many ways
+        return False
+
+
 def try_all(state: dict[str, Any], forgeries: list[tuple[tuple[Any, ...], Any]]) -> dict[str, int]:
     "Resume from each forgery; return how many were refused, were rolled back by another error, or train."
     counts = {'refused': 0, 'rolled back': 0, 'trained': 0}
@@ -95,7 +103,7 @@ def try_all(state: dict[str, Any], forgeries: list[tuple[tuple[Any, ...], Any]])
         try:
             learn.fit(2, resume=replaced(state, path, new))
         except Exception as e:
-            is_kept = content(learn) == before
+            is_kept = _has(learn, before)
             # the Recorder draws its rows later
             assert is_kept or path[0] == 'callbacks', (path, new)
             counts['refused' if isinstance(e, LearnkitError) else 'rolled back'] += is_kept
