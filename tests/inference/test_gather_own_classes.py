@@ -38,6 +38,8 @@ class Many(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.lin = nn.Linear(5, 3).double()
+        for weight in self.lin.parameters():
+            weight.data = to_eighths(weight.data)
 
     def forward(self, x: Tensor) -> Any:
         named, user, default = Named(a=x.sum(1)), UserDict(b=x), defaultdict(list, c=[x[:, 0]])
@@ -50,11 +52,17 @@ class Many(nn.Module):
 
 
 def of_transformers(x: Tensor) -> Any:
-    return pytest.importorskip('transformers.utils').ModelOutput(last=x, pooled=x.mean(1))
+    return pytest.importorskip('transformers.utils').ModelOutput(last=x, pooled=x.sum(1))
+
+
+def to_eighths(x: Tensor) -> Tensor:
+    "Round to values whose sums and products are exact in every order and batch size."
+    return (x * 8).round() / 8
 
 
 def ask(model: Any, n: int = 37) -> list[Any]:
-    loaders = DataLoaders.from_tensors(make_data(8), make_data(n), bs=4, device='cpu')
+    x, y = make_data(n)
+    loaders = DataLoaders.from_tensors(make_data(8), (to_eighths(x), y), bs=4, device='cpu')
     learn = Learner(loaders, Many() if model is Many else Function(model), None)
     learn.remove_cb(learn.progress)
     with learn.distributed('ddp', timeout='20s'):
@@ -92,7 +100,7 @@ def job(rank: int, model: Any) -> Any:
 def test_several_processes_give_what_one_does(model: Any) -> None:
     alone = seen(ask(model))
     assert run_ranks(job, 2, model) == [alone, alone]
-    assert 'Output' in str(alone) and len(str(alone)) > 5_000
+    assert 'Output' in str(alone) and len(str(alone)) > 2_000
 
 
 def local(rank: int) -> str:
