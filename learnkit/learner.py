@@ -221,6 +221,7 @@ class Learner(Loop):
             from learnkit.callbacks.training import CastToTensor
 
             default.append(CastToTensor)
+        self.parts.own_names = frozenset(vars(self))
         self.add_cbs([*default, *as_list(cbs)])
         self('after_create')
 
@@ -969,16 +970,18 @@ class Learner(Loop):
     @implemented_in('learnkit.checkpoint.resume_check')
     def check_resume(
         self,
-        n_batches: int = 8,  # training batches of each run; more than an epoch tests its end too
+        n_batches: int | None = None,  # training batches of each run; None: see below
         stop_after: int | None = None,  # number of batches before the stop; None: half of them
     ) -> ResumeCheck:
         """Compare an uninterrupted run with a resumed one, bit by bit.
 
         The second run is saved to a file after `stop_after` batches and resumed from that file, with all random
         generators seeded differently, as in a new process. Weights, optimizer, generators, the data's position, history
-        and the callbacks' states are compared. A difference means that some state is not part of the checkpoint. A
-        callback includes its state by `state_dict` and `load_state_dict`. The result then also names what a callback
-        without these methods keeps and a checkpoint does not hold: an iterator, an open file.
+        and the callbacks' states are compared. A difference means that some state is not part of the checkpoint. The
+        result also names what has changed and no checkpoint holds, as `Checkpoint` does at the first checkpoint of a
+        fit: an attribute of a module, a cache of the data set, an iterator in a callback.
+
+        By default a run crosses two ends of an epoch, but has at most 50 batches, or 8 of a loader without a length.
 
         All state is restored, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are left out, and
         files saved below `learn.path` are written to a temporary folder. Raises `FitError` for invalid numbers of

@@ -30,7 +30,7 @@ from learnkit.checkpoint.folder import (
     sweep_folders,
     write_own_files,
 )
-from learnkit.checkpoint.rehearsal import Inventory, find_lost, take_inventory
+from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
@@ -38,6 +38,7 @@ from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
+from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import Every
@@ -326,9 +327,9 @@ class Checkpoint(Callback):
             return
         lost = find_lost(before, take_inventory(self.learn))
         if lost:
-            summary = 'A run that resumes from this checkpoint has lost what has changed, and no checkpoint holds:'
-            warn_user('\n  '.join([summary, *lost]))
-        self.learn.parts.passes.warn_of_lost_state(self.learn, point == 'batch')
+            warn_user('\n  '.join([SUMMARY, *lost]))
+        is_order_restored = not any(map(belongs_to_sampler, lost))
+        self.learn.parts.passes.warn_of_lost_state(self.learn, point == 'batch', is_order_restored)
 
     def _write_own_files(self) -> tuple[Path, dict[str, Any]]:
         "Return the path of the next checkpoint, and the files that callbacks have written for it in rank 0."

@@ -7,9 +7,10 @@ does not contain, would be lost."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from operator import length_hint
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,10 @@ from torch.utils.data import Sampler
 from learnkit.core.model import bare_model
 from learnkit.core.plain import ATOMS
 from learnkit.core.random import MODULE_INTERNALS, state_setter
-from learnkit.data.loader_state import find_own_parts
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.loader_state import find_own_parts, find_parts
 from learnkit.data.shard import Shard
+from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.engine.callback_state import keeps_attributes, lost_attributes
 
 if TYPE_CHECKING:
@@ -33,10 +36,17 @@ if TYPE_CHECKING:
 # by the name of an attribute: its fingerprint, and what to do
 Inventory = dict[str, tuple[Any, str]]
 
+SUMMARY = (
+    'A run that resumes from this checkpoint has lost what has changed, and no checkpoint holds:'
+)
+
 _IN_MODULE = 'make it a buffer, or save it by `get_extra_state`'
 _IN_DATA = 'harmless if it only caches what would be computed again'
 _IN_CALLBACK = 'give the callback `state_dict` and `load_state_dict`'
 _IN_LOSS = 'make the loss an `nn.Module`, and this a buffer of it'
+_IN_LEARNER = 'keep it in a callback, as an attribute'
+_IN_OPTIMIZER = "keep it in the optimizer's `state` or `param_groups`"
+_IN_SAMPLER = 'harmless if each pass makes it again; else keep it as a number, or in a callback'
 _DEEPEST = 6  # levels of objects in an attribute
 _LONGEST = 100  # entries of a container, of which all are compared
 _ENDS = 8  # first and last entries of a longer one
@@ -45,7 +55,10 @@ _MOST = 5000  # objects of an attribute that are compared
 # packages whose objects are not searched
 _LIBRARIES = frozenset('torch learnkit fastai datasets transformers peft timm diffusers'.split())
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
+_COMPUTED = 'computed'  # mark of what a forward pass computes
 _NONE = (None, '')
+_PLAIN = {*ATOMS, list, dict, set, tuple, deque}
+_OPTIMIZER_NAMES = frozenset(('state', 'param_groups', 'defaults'))
 _SKIPPED = (
     type,
     ModuleType,
@@ -67,11 +80,33 @@ def take_inventory(learn: Learner) -> Inventory:
     elif loss is not None:
         found['loss_func'] = fingerprint(loss), _IN_LOSS
     found |= _list_data(learn.dls.train)
-    held = {id(m) for m in model.modules()}
+    declared = [
+        name for base in type(learn).__mro__ if _is_from_library(base) for name in vars(base)
+    ]
+    own_names = learn.parts.own_names.union(declared)
+    found |= _list_plain(learn, 'learn', own_names, _IN_LEARNER)
+    for opt in learn.opt.optimizers.values():
+        if not _is_foreign(opt):
+            found |= _list_plain(opt, type(opt).__name__, _OPTIMIZER_NAMES, _IN_OPTIMIZER)
+    held = _list_held(learn)
     for cb in filter(keeps_attributes, learn.cbs):
-        for name, value in {**lost_attributes(cb), **_find_modules(cb, held)}.items():
-            found[f'{type(cb).__name__}.{name}'] = fingerprint(value), _IN_CALLBACK
+        name = type(cb).__name__
+        for attribute, value in {**lost_attributes(cb), **_find_modules_and_functions(cb)}.items():
+            if id(value) not in held:
+                found[f'{name}.{attribute}'] = fingerprint(value, held), _IN_CALLBACK
+        if not _is_foreign(cb):
+            found |= _list_plain(type(cb), name, (), _IN_CALLBACK)
     return found
+
+
+def _list_held(learn: Learner) -> set[int]:
+    "Return the ids of what checkpoints hold, or what is listed by itself."
+    loss = learn.loss_func
+    modules = chain(learn.model.modules(), loss.modules() if isinstance(loss, nn.Module) else [])
+    loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
+    datasets = [getattr(dl, 'dataset', dl) for dl in loaders]
+    optimizers = [learn.opt, *learn.opt.optimizers.values()]
+    return set(map(id, [*modules, learn.dls, *loaders, *datasets, *optimizers, *learn.cbs]))
 
 
 def find_lost(before: Inventory, now: Inventory) -> list[str]:
@@ -79,7 +114,7 @@ def find_lost(before: Inventory, now: Inventory) -> list[str]:
     lost = []
     for name, (mark, fix) in now.items():
         is_of_lazy = before.get(name.rpartition('.')[0], _NONE)[0] == _LAZY
-        if not is_of_lazy and before.get(name, _NONE)[0] != mark:
+        if mark != _COMPUTED and not is_of_lazy and before.get(name, _NONE)[0] != mark:
             lost.append(f'{name}: {fix}')
     return lost
 
@@ -107,9 +142,10 @@ def _saves_itself(module: nn.Module) -> bool:
 
 
 def _is_made_by_torch(module: nn.Module, name: str, value: Any) -> bool:
-    "Return True for what torch caches in its modules, and for parts that a checkpoint holds."
-    is_cache = name.startswith('_') and type(module).__module__.startswith('torch.')
-    return is_cache or isinstance(value, (nn.Module, nn.Parameter))
+    "Return True for what torch computes again in its modules, and for parts that a checkpoint holds."
+    is_torch = type(module).__module__.startswith('torch.')
+    is_computed = is_torch and (name.startswith('_') or isinstance(value, Tensor))
+    return is_computed or isinstance(value, (nn.Module, nn.Parameter))
 
 
 def _list_data(dl: Any) -> Inventory:
@@ -117,8 +153,10 @@ def _list_data(dl: Any) -> Inventory:
     dl = dl.source if isinstance(dl, Shard) else dl
     if hasattr(type(dl), 'load_state_dict'):
         return {}
-    counted = {id(part) for _, part in find_own_parts(dl)}
     found: Inventory = {}
+    for place, part in _find_samplers(dl):
+        found |= _list_sampler(part, place)
+    counted = {id(part) for _, part in find_own_parts(dl)}
     for root in ('', 'dataset', 'collate_fn'):
         owner = getattr(dl, root, None) if root else dl
         attributes = getattr(owner, '__dict__', None)
@@ -131,34 +169,64 @@ def _list_data(dl: Any) -> Inventory:
         for name, value in attributes.items():
             is_number = id(owner) in counted and type(value) in ATOMS
             if isinstance(value, Sampler):
-                found |= _list_sampler(value, name)
-            elif not is_number and name not in ('dataset', '_iterator'):
+                continue
+            if not is_number and name not in ('dataset', '_iterator'):
                 place = '.'.join(filter(None, ('training loader', root, name)))
                 found[place] = fingerprint(value), _IN_DATA
     return found
 
 
+def _find_samplers(dl: Any) -> list[tuple[str, Any]]:
+    return [(place, part) for place, part in find_parts(dl) if belongs_to_sampler(place)]
+
+
 def _list_sampler(sampler: Any, place: str) -> Inventory:
-    "Return how often the tensors of a sampler were changed in place; others are drawn again from its generators."
-    tensors = {k: t for k, t in getattr(sampler, '__dict__', {}).items() if isinstance(t, Tensor)}
-    fix = 'keep it in a callback that has `state_dict`'
-    return {f'{place}.{name}': (t._version, fix) for name, t in tensors.items()}
+    """Return the attributes of a sampler, without numbers and generators, which are restored, and without its data.
+
+    A tensor counts as changed if it was changed in place; a new one is drawn again from the generators.
+    """
+    found: Inventory = {}
+    for name, value in vars(sampler).items():
+        is_held = type(value) in ATOMS or state_setter(value) is not None
+        if is_held or isinstance(value, Sampler) or name in ('data_source', 'dataset'):
+            continue
+        mark = value._version if isinstance(value, Tensor) else fingerprint(value)
+        found[f'{place}.{name}'] = mark, _IN_SAMPLER
+    return found
+
+
+def _list_plain(owner: Any, place: str, known: Container[str], fix: str) -> Inventory:
+    "Return the attributes of the user's that are plain data; a tensor is the batch's, mostly."
+    own = {k: v for k, v in vars(owner).items() if k not in known and k[0] != '_'}
+    return {f'{place}.{k}': (fingerprint(v), fix) for k, v in own.items() if type(v) in _PLAIN}
 
 
 def _is_foreign(owner: Any) -> bool:
-    return type(owner).__module__.partition('.')[0] in _LIBRARIES
+    return _is_from_library(type(owner))
 
 
-def _find_modules(cb: Any, held: set[int]) -> dict[str, nn.Module]:
-    "Return the modules that a callback has for itself, such as a copy of the model."
-    modules = {name: m for name, m in vars(cb).items() if isinstance(m, nn.Module)}
-    return {name: m for name, m in modules.items() if id(m) not in held}
+def _is_from_library(kind: type) -> bool:
+    return kind.__module__.partition('.')[0] in _LIBRARIES
+
+
+def _find_modules_and_functions(cb: Any) -> dict[str, Any]:
+    "Return the modules that a callback has, such as a copy of the model, and its functions, which may keep counts."
+    kinds = (nn.Module, FunctionType, MethodType, partial)
+
+    def has_kind(value: Any) -> bool:
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        return any(isinstance(part, kinds) for part in parts)
+
+    return {name: value for name, value in vars(cb).items() if has_kind(value)}
 
 
 # -- fingerprints ----------------------------------------------------------------------------------
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(
+    value: Any,
+    held: Container[int] = (),  # ids of objects that are left out
+) -> Any:
     """Return a value that is equal as long as an object has not changed, without a copy of its tensors.
 
     >>> log = [1, {'a': torch.zeros(2)}]
@@ -167,21 +235,25 @@ def fingerprint(value: Any) -> Any:
     >>> fingerprint(log) == before
     False
     """
-    return _mark(value, _DEEPEST, set())
+    return _mark(value, _DEEPEST, set(), held)
 
 
-def _mark(value: Any, depth: int, seen: set[int]) -> Any:
+def _mark(value: Any, depth: int, seen: set[int], held: Container[int]) -> Any:
     kind = type(value)
     if kind in ATOMS:
         return kind, repr(value)
     if depth == 0 or isinstance(value, _SKIPPED) or id(value) in seen or len(seen) > _MOST:
         return kind.__name__
+    if id(value) in held:
+        return kind.__name__
     if hasattr(value, 'dls') or getattr(value, 'grad_fn', None) is not None:
-        return kind.__name__  # a Learner, and what a forward pass computes
+        return _COMPUTED  # also a Learner, which holds everything
     if kind is not tuple:  # an entry of a mapping has no lasting id
         seen.add(id(value))
     if isinstance(value, nn.Module):
-        return [(t.data_ptr(), t._version) for t in (*value.parameters(), *value.buffers())]
+        tensors = [(t.data_ptr(), t._version) for t in (*value.parameters(), *value.buffers())]
+        own = {k: v for k, v in vars(value).items() if k not in MODULE_INTERNALS}
+        return tensors, _mark(own, depth - 1, seen, held)
     if isinstance(value, Tensor):
         return id(value), value._version, value.shape
     if isinstance(value, np.ndarray):
@@ -190,15 +262,18 @@ def _mark(value: Any, depth: int, seen: set[int]) -> Any:
         )
         return value.shape, hash(content)
     if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
-        return _mark_container(value, depth, seen)
-    return kind.__name__, [_mark(part, depth - 1, seen) for part in _list_parts(value)]
+        return _mark_container(value, depth, seen, held)
+    if _is_foreign(value) and hasattr(value, 'load_state_dict'):
+        value = value.state_dict()  # such as a scheduler of torch
+        return _mark(value, depth - 1, seen, held)
+    return kind.__name__, [_mark(part, depth - 1, seen, held) for part in _list_parts(value)]
 
 
-def _mark_container(value: Any, depth: int, seen: set[int]) -> Any:
+def _mark_container(value: Any, depth: int, seen: set[int], held: Container[int]) -> Any:
     items = list(value.items()) if isinstance(value, Mapping) else list(value)
     if len(items) > _LONGEST:
         items = [*items[:_ENDS], *items[-_ENDS:]]
-    return len(value), [_mark(item, depth - 1, seen) for item in items]
+    return len(value), [_mark(item, depth - 1, seen, held) for item in items]
 
 
 def _list_parts(value: Any) -> Iterator[Any]:
@@ -219,3 +294,5 @@ def _list_parts(value: Any) -> Iterator[Any]:
         yield length_hint(value, 0) if isinstance(value, Iterator) else None
         yield from getattr(value, '__dict__', {}).items()
         yield from (getattr(value, name, None) for name in getattr(type(value), '__slots__', ()))
+        text = repr(value)
+        yield None if ' at 0x' in text else text  # such as a Decimal

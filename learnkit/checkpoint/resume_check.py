@@ -17,6 +17,7 @@ import torch
 
 from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
+from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
 from learnkit.core.errors import CancelFitException, FitError
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import preserved_generators
@@ -25,16 +26,17 @@ from learnkit.data.dataloaders import epoch_length
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
-from learnkit.engine.callback_state import has_own_state, lost_attributes
 from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
+_MOST, _FEWEST = 50, 8  # batches of a run: at most, and for a loader without a length
+
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """Result of `learn.check_resume`; true if the resumed run was exact.
+    """Result of `learn.check_resume`; true if the resumed run was exact, and nothing would be lost.
 
     >>> ResumeCheck(8, 4, 'ab12' * 16)
     Exact: 8 batches without a stop and with one after 4 end in the same state (SHA-256 ab12ab12ab12...).
@@ -44,10 +46,10 @@ class ResumeCheck:
     stopped_after: int  # number of batches before the stop
     digest: str  # digest of the uninterrupted run's final state
     differences: list[str] = field(default_factory=list)  # differences of the resumed run's state
-    hints: list[str] = field(default_factory=list)  # values of callbacks that no checkpoint holds
+    lost: list[str] = field(default_factory=list)  # what has changed and no checkpoint holds
 
     def __bool__(self) -> bool:
-        return not self.differences
+        return not self.differences and not self.lost
 
     def __repr__(self) -> str:
         if self:
@@ -55,11 +57,16 @@ class ResumeCheck:
                 f'Exact: {self.n_batches} batches without a stop and with one after {self.stopped_after} end in '
                 f'the same state (SHA-256 {self.digest[:12]}...).'
             )
-        summary = (
-            f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
-            f'{self.stopped_after} (second) end in states that differ:'
-        )
-        return '\n  '.join([summary, *self.differences, *self.hints])
+        lines = []
+        if self.differences:
+            summary = (
+                f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
+                f'{self.stopped_after} (second) end in states that differ:'
+            )
+            lines += [summary, *(f'  {line}' for line in self.differences)]
+        if self.lost:
+            lines += [SUMMARY, *(f'  {line}' for line in self.lost)]
+        return '\n'.join(lines)
 
 
 class _StopAt(Callback):
@@ -71,29 +78,37 @@ class _StopAt(Callback):
     def __init__(self, n: int) -> None:
         self._n = n
         self.kept = dict[str, Any]()
+        self.lost = list[str]()
+        self._inventory = Inventory()
+
+    def before_fit(self) -> None:
+        self._inventory = take_inventory(self.learn)
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
             return
+        self.lost = find_lost(self._inventory, take_inventory(self.learn))
         self.kept = self.learn.checkpoint_state()
         raise CancelFitException
 
 
 def check_resume(
     learn: Learner,
-    n_batches: int,
+    n_batches: int | None,
     stop_after: int | None,
 ) -> ResumeCheck:
     "Compare an uninterrupted run with a resumed one, bit by bit."
+    per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
+    if n_batches is None:
+        n_batches = min(2 * per_epoch + 2, _MOST) if per_epoch else _FEWEST
     n = check_count('n_batches', n_batches, 2, FitError)
     middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1, FitError)
     if middle >= n:
         raise FitError(f'stop_after={stop_after} does not lie within {n_batches} batches.')
     check_not_running(learn)
-    per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n
 
-    hints = list[str]()
+    lost = list[str]()
 
     def train(until: int, resume: Any = False) -> dict[str, Any]:
         stop = _StopAt(until)
@@ -103,9 +118,9 @@ def check_resume(
                 random.seed()
                 np.random.seed()
             learn.fit(n_epoch, cbs=stop, resume=resume)
-            hints[:] = [hint for cb in learn.cbs for hint in _list_hints(cb)]
         if not stop.kept:
             raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
+        lost[:] = lost or stop.lost
         return stop.kept
 
     writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
@@ -123,7 +138,7 @@ def check_resume(
         write_state(file, train(middle), {})
         resumed = train(n, read_state(file)[0])
     found = differences(uninterrupted, resumed)
-    return ResumeCheck(n, middle, digest(uninterrupted), found, hints if found else [])
+    return ResumeCheck(n, middle, digest(uninterrupted), found, lost)
 
 
 @contextmanager
@@ -139,14 +154,3 @@ def _as_new_process(learn: Learner) -> Iterator[None]:
             stack.enter_context(preserved_generators(cb))
         stack.enter_context(restored(learn))
         yield
-
-
-def _list_hints(cb: Any) -> list[str]:
-    "Return a line for each attribute of a callback without `state_dict` that no checkpoint holds."
-    if has_own_state(cb):
-        return []
-    return [
-        f'{type(cb).__name__} keeps `{name}` ({type(value).__name__}), which no checkpoint holds: '
-        'give it `state_dict` and `load_state_dict`.'
-        for name, value in lost_attributes(cb).items()
-    ]

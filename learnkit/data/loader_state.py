@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 from weakref import finalize
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from learnkit.core.random import capture_generator, capture_own, restore_own
 from learnkit.data.dataloaders import TensorLoader
@@ -50,10 +50,10 @@ def capture_loader_state(dl: Any) -> State:
             state['own'] = {'generator': capture_generator(dl.generator)}
         return state
     state['own'] = capture_own(dl)
-    for path, owner in _find_parts(dl):
+    for path, owner in find_parts(dl):
         if type(getattr(owner, 'epoch', None)) is int:
             state['epochs'][path] = owner.epoch
-        if _is_own(owner):
+        if _counts(owner):
             first, present = _read_numbers(owner)
             state['counts'][path] = {name: (first.get(name), n) for name, n in present.items()}
     return state
@@ -68,7 +68,7 @@ def restore_loader_state(
     An epoch number is set by `set_epoch` if its owner has that method."""
     epochs = state.get('epochs', {})
     counts = state.get('counts', {})
-    for path, owner in _find_parts(dl):
+    for path, owner in find_parts(dl):
         epoch = epochs.get(path)
         if epoch is None or epoch == getattr(owner, 'epoch', epoch):
             continue
@@ -77,7 +77,7 @@ def restore_loader_state(
         else:
             with suppress(AttributeError):
                 owner.epoch = epoch  # a read-only property raises
-    for path, owner in find_own_parts(dl):
+    for path, owner in find_parts(dl):
         if path not in counts:
             continue
         first, present = _read_numbers(owner)
@@ -91,10 +91,10 @@ def restore_loader_state(
 
 def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
     "Return (attribute path, object) of the parts of a loader that were written by the user."
-    return [(path, owner) for path, owner in _find_parts(dl) if _is_own(owner)]
+    return [(path, owner) for path, owner in find_parts(dl) if _is_own(owner)]
 
 
-def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
+def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     "Yield (attribute path, object) of a loader, its samplers and its data sets, each once."
     found = [('', dl)]
     seen = {id(dl)}
@@ -110,6 +110,10 @@ def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
                     seen.add(id(value))
                     inner.append((f'{path}.{name}'.removeprefix('.'), value))
         found = inner
+
+
+def _counts(owner: Any) -> bool:
+    return _is_own(owner) or type(owner) is BatchSampler  # whose batch size a callback may change
 
 
 def _is_own(owner: Any) -> bool:

@@ -175,6 +175,7 @@ class LoaderPosition:
     def warn_of_lost_state(
         self,
         n_drawn: int,  # batches of this epoch drawn so far
+        is_order_restored: bool,  # the samplers' attributes are as at the fit's start, or restored
     ) -> None:
         "Warn if a run resumed here would draw other random numbers or samples, as far as that can be found."
         dl = self.dl
@@ -192,7 +193,7 @@ class LoaderPosition:
             )
         parts = find_own_parts(_unshard(dl))
         kinds = {type(part).__name__ for path, part in parts if belongs_to_sampler(path)}
-        if not kinds:
+        if not kinds or not is_order_restored:
             return
         with _preserved(dl):
             drawn, drawn_again = (

@@ -29,7 +29,7 @@ from learnkit.core.model import (
     restore_buffers,
     takes_batches,
 )
-from learnkit.core.random import preserved_rng
+from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import warn_user
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def compare_parts(
     preds = tuple(pred) if isinstance(pred, (tuple, list)) else (pred,)
 
     def compute(preds: tuple[Any, ...], yb: tuple[Any, ...]) -> float:
-        with torch.no_grad(), preserved_rng():
+        with torch.no_grad(), preserved_rng(), preserved_generators(loss_func):
             loss = loss_func(preds[0] if isinstance(pred, Tensor) else preds, *yb)
         if isinstance(loss, Mapping):
             loss = loss['loss'] if 'loss' in loss else sum(loss.values())

@@ -32,6 +32,7 @@ class Parts:
     """
 
     callbacks: CallbackSet = field(init=False)  # in the order of adding, with their switches
+    own_names: frozenset[str] = frozenset()  # attributes that the Learner sets itself
     tables: tuple[HandlerTable, ...] = ()  # handlers of each event in evaluation and in training
     running: tuple[Any, str, Any] | None = (
         None  # callback and event of the handler that runs; outer

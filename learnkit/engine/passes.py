@@ -276,12 +276,16 @@ class TrainingPasses(Source):
         self,
         learn: Learner,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
+        is_order_restored: bool,  # the samplers' attributes are as at the fit's start, or restored
     ) -> None:
         "Warn of state of the current pass that a checkpoint cannot hold."
         if self.stream is not None:
-            self.stream.position.warn_of_lost_state(self.stream.n)
+            position, n = self.stream.position, self.stream.n
         elif self.position is not None:
-            self.position.warn_of_lost_state(learn.iter + 1 if within_epoch else self.n_drawn)
+            position, n = self.position, learn.iter + 1 if within_epoch else self.n_drawn
+        else:
+            return
+        position.warn_of_lost_state(n, is_order_restored)
 
 
 class Stream(Iterator[Any]):

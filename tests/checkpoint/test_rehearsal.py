@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
-from learnkit import EMA, Callback, Checkpoint, DataLoaders, GradientClip, Learner
+from learnkit import EMA, Adam, Callback, Checkpoint, DataLoaders, GradientClip, Learner
 from learnkit.checkpoint.rehearsal import fingerprint
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import quiet
@@ -85,15 +86,72 @@ def named(
     model: Callable[[], nn.Module] = Model,
     loss: Any = nn.functional.mse_loss,
     rows: Dataset[Any] | None = None,
+    opt_func: Any = Adam,
     **options: Any,
 ) -> list[str]:
     "Return the names in the warnings of a fit with a checkpoint in its first and its second epoch."
     loader: Any = DataLoader(Rows() if rows is None else rows, batch_size=4, **options)
-    learn = quiet(Learner(DataLoaders(loader, loader), model(), loss, cbs=cbs, path=folder))
+    learn = quiet(
+        Learner(DataLoaders(loader, loader), model(), loss, opt_func, cbs=cbs, path=folder)
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         learn.fit(2, cbs=Checkpoint('2ba'))
     return [line.split(':')[0].strip() for w in caught for line in str(w.message).splitlines()[1:]]
+
+
+class OnLearner(Callback):
+    n_made = 0
+
+    def after_batch(self) -> None:
+        self.learn.n_seen = vars(self.learn).get('n_seen', 0) + 1
+        type(self).n_made += 1
+        self.learn.mask = torch.zeros(self.learn.iter)  # of this batch alone
+
+
+class CountingSGD(torch.optim.SGD):
+    n = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.n += 1
+        return super().step(closure)
+
+
+class OwnOrder(Sampler[int]):
+    "Keeps the order of a pass, and counts its passes in a list or as a number."
+
+    def __init__(self, passes: list[int] | None = None) -> None:
+        self.passes, self.n_passes, self.rng = passes, 0, random.Random(2)
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __iter__(self) -> Iterator[int]:
+        self.n_passes += 1
+        if self.passes is not None:
+            self.passes.append(1)
+        return iter(self.rng.sample(range(len(X)), len(X)))
+
+
+class Scheduling(Callback):
+    def before_fit(self) -> None:
+        self.torch = torch.optim.lr_scheduler.ExponentialLR(self.opt.optimizers[''], 0.9)
+
+    def after_batch(self) -> None:
+        self.torch.step()
+
+
+def counting_function() -> Callback:
+    steps = itertools.count()
+
+    class Counting(Callback):
+        def __init__(self) -> None:
+            self.count = lambda: next(steps)
+
+        def after_batch(self) -> None:
+            self.count()
+
+    return Counting()
 
 
 def cached() -> Rows:
@@ -133,6 +191,28 @@ def test_what_would_be_lost_is_named_once(tmp_path: Path) -> None:
     raises = Callback(before_batch=raise_weight, run_valid=False)
     assert named(tmp_path, raises, sampler=weighted()) == ['sampler.weights']
     assert named(tmp_path, loss=counting_loss()) == ['loss_func']
+    assert named(tmp_path, OnLearner()) == ['learn.n_seen', 'OnLearner.n_made']
+    assert named(tmp_path, opt_func=CountingSGD) == ['CountingSGD.n']
+    assert named(tmp_path, Scheduling(), opt_func=torch.optim.SGD) == ['Scheduling.torch']
+    assert named(tmp_path, counting_function()) == ['Counting.count']
+
+
+def test_a_sampler_that_keeps_more_than_numbers_is_named_and_not_drawn_again(
+    tmp_path: Path,
+) -> None:
+    assert named(tmp_path, sampler=OwnOrder()) == []
+    passes: list[int] = []
+    assert named(tmp_path, sampler=OwnOrder(passes)) == ['sampler.passes']
+    assert len(passes) == 4  # two epochs, of training and validation
+    assert named(tmp_path, model=lambda: nn.utils.spectral_norm(nn.Linear(1, 1))) == []
+
+
+def test_check_resume_crosses_two_ends_of_an_epoch_and_names_the_same() -> None:
+    learn = quiet(synth_learner(n_train=3, cbs=OnLearner()))
+    found = learn.check_resume()
+    assert found.n_batches == 8 and not found.differences and not found
+    assert [line.split(':')[0] for line in found.lost] == ['learn.n_seen', 'OnLearner.n_made']
+    assert quiet(synth_learner(n_train=3)).check_resume()
 
 
 def test_the_option_leaves_it_out(tmp_path: Path) -> None:

@@ -31,10 +31,8 @@ def test_what_is_lost_is_named_by_a_failed_check_and_by_the_first_checkpoint(
     learn = synth_learner(cbs=hidden)
     found = learn.check_resume(4)
     assert not found
-    assert [hint.split(',')[0] for hint in found.hints] == [
-        'Hidden keeps `by_default` (list_iterator)',
-        'Hidden keeps `rates` (range_iterator)',
-    ]
+    assert [line.split(':')[0] for line in found.lost] == ['Hidden.rates']
+    assert found.differences and 'Hidden.rates: give the callback' in repr(found)
     learn.add_cb(Checkpoint('1ba', tmp_path))
     with pytest.warns(
         UserWarning, match=r'\n  Hidden.rates: give the callback `state_dict`'

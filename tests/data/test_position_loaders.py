@@ -160,7 +160,7 @@ def test_persistent_workers_with_random_samples() -> None:
     position = LoaderPosition(make(1))
     position.begin()
     with pytest.warns(UserWarning, match=r'persistent workers.*persistent_workers=False'):
-        position.warn_of_lost_state(3)
+        position.warn_of_lost_state(3, True)
 
 
 @pytest.mark.parametrize(
