@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Self
+from unittest.mock import patch
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -125,7 +126,7 @@ class LoaderPosition:
 
         Raises `OptionError` for a loader whose own state would not load safely."""
         now = _capture(self.dl)
-        if self.n_workers and self.start is not None:
+        if self.start is not None and (self.n_workers or _has_index_lists(self.dl)):
             now['own'] = _without_samplers(now['own'])
             now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
@@ -214,8 +215,10 @@ class LoaderPosition:
         if isinstance(dl, Iterator):
             with preserved_rng():
                 _skip(dl, self.n_before)
-        if 'loader' in self._own_state:
+        if 'loader' in self._own_state and _has_state(dl):
             dl.load_state_dict(deepcopy(self._own_state['loader']))
+            with _preserved(dl):
+                iter(dl)  # uses the state up: a loader of torchdata.nodes draws the old order again
         _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
@@ -241,10 +244,12 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._own_state and not self._must_replay():
+            elif 'loader' in self._own_state and _has_state(dl) and not self._must_replay():
                 _restore(dl, self.start)  # the loader may draw its order again
                 dl.load_state_dict(deepcopy(self._own_state['loader']))
-                batches = iter(dl)
+                # after its last batch, a loader of torchdata.nodes would start the next epoch
+                with patch.object(dl, 'restart_on_stop_iteration', False, create=True):
+                    batches = iter(dl)
             else:
                 return self._replay(n)
             _restore_own_state(dl, self._own_state)
@@ -422,7 +427,7 @@ def warn_of_missing_generators(
 
 
 def _without_samplers(own: State) -> State:
-    "Drop the generators of samplers, which run ahead of the workers and are restored by drawing again."
+    "Drop the state of samplers, which are ahead of the batches, and are restored by drawing the order again."
     return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
 
 

@@ -24,6 +24,8 @@ from learnkit.engine.strategy import SingleProcess
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
+OWN_STATES = ('callbacks', 'grads', 'generators')  # parts of a checkpoint that may differ by rank
+
 
 class SeveralProcesses(SingleProcess):
     "Strategy of a Learner that trains on several ranks; `team` is its `DistributedTraining`."
@@ -161,8 +163,8 @@ class SeveralProcesses(SingleProcess):
     def add_own_state(self, learn: Learner, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint with each rank's own state added.
 
-        A rank's own state is its random generators, its position in the data, and the states of callbacks and the
-        gradients that differ from the first rank's."""
+        A rank's own state is its random generators, its position in the data, and the states of callbacks, the
+        gradients and the generators of modules that differ from the first rank's."""
         return {**state, 'processes': gather_rank_states(state, learn.world)}
 
     @override
@@ -170,10 +172,11 @@ class SeveralProcesses(SingleProcess):
         """Return a checkpoint in which this rank's own state replaces the first rank's.
 
         From a checkpoint of another number of ranks, all ranks restore the first rank's state, except for its random
-        generators."""
+        generators, and the mean of the gradients that the ranks had accumulated."""
         world = learn.world
         rank_states = resume.state.get('processes', [{}])
         if len(rank_states) != world.size:
+            resume = super().take_own_state(learn, resume)
             if not world.is_first:
                 # ranks must not draw the same random numbers
                 resume.state = {**resume.state, 'rng': capture_rng()}
@@ -181,9 +184,7 @@ class SeveralProcesses(SingleProcess):
         if world.is_first:
             return resume
         own = rank_states[world.rank]
-        merged = {
-            name: {**resume.state[name], **own.get(name, {})} for name in ('callbacks', 'grads')
-        }
+        merged = {name: {**resume.state.get(name, {}), **own.get(name, {})} for name in OWN_STATES}
         resume.state = {**resume.state, **own, **merged}
         return resume
 
@@ -212,7 +213,7 @@ def gather_rank_states(
     The other ranks return a list with their own entry only. States with sharded tensors belong to all ranks."""
     own_states = {
         name: {key: value for key, value in state[name].items() if not has_shards(value)}
-        for name in ('callbacks', 'grads')
+        for name in OWN_STATES
     }
     digests = {
         name: {key: digest(value, ()) for key, value in states.items()}

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from learnkit.core.batch import count_samples, find_bs, microbatches
@@ -96,11 +97,32 @@ class SingleProcess:
         return state
 
     def take_own_state(self, learn: Learner, resume: ResumeState) -> ResumeState:
-        "Return a checkpoint in which this rank's own state replaces the first rank's."
+        "Return a checkpoint of any number of ranks for this process, with the mean of accumulated gradients."
+        others = [own.get('grads', {}) for own in resume.state.get('processes', [])[1:]]
+        if any(others):
+            grads = average_gradients(resume.state['grads'], others)
+            resume.state = {**resume.state, 'grads': grads}
         return resume
 
     def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Restore state that depends on the processes, after the rest of a checkpoint was restored."
+
+
+def average_gradients(
+    first: Mapping[str, Tensor],  # gradients of the first rank, by parameter
+    others: Sequence[Mapping[str, Tensor]],  # gradients of the other ranks that differ from them
+) -> dict[str, Tensor]:
+    """Return the mean over ranks of accumulated gradients. A rank that has none counts as zero.
+
+    >>> average_gradients({'0': torch.tensor(1.0)}, [{}, {'0': torch.tensor(4.0), '1': torch.tensor(3.0)}])
+    {'0': tensor(2.), '1': tensor(1.)}
+    """
+    means = {}
+    for name in {**first, **{name: grad for grads in others for name, grad in grads.items()}}:
+        grads = [first.get(name), *(grads.get(name, first.get(name)) for grads in others)]
+        known = [grad for grad in grads if grad is not None]
+        means[name] = torch.stack(known).sum(0) / len(grads)
+    return means
 
 
 @cache

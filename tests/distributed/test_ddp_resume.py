@@ -58,6 +58,7 @@ def train(
         warnings.filterwarnings('ignore', message='There is a state for a callback `break`')
         more = [Break(broken_off)] if broken_off else []
         learn = make(path, cbs=[make_cb() for make_cb in cbs], **options)
+        learn.model.noise = torch.Generator().manual_seed(rank)
         with (
             expect_interrupt() if broken_off else nullcontext(),
             learn.distributed('ddp', timeout='20s'),
@@ -74,9 +75,16 @@ def train(
     return run_ranks(job, n_ranks)
 
 
+def add_noise(cb: Callback) -> None:
+    "Draw from the generator of the model, which differs by rank."
+    noise = torch.rand(cb.x.shape, generator=cb.model.noise)
+    cb.learn.xb = (cb.x + noise,)
+
+
 CASES: dict[str, dict[str, Any]] = {
     'workers': {'kind': 'torch-workers'},
     'four, accumulation': {'n_ranks': 4, 'cbs': (lambda: GradientAccumulation(50),)},
+    'noise': {'cbs': (lambda: Callback(before_batch=add_noise),)},
     'ema': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))},
 }
 
