@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import gpu, tasks
-from benchmarks.programs import classify_learnkit, classify_loop, classify_tuned
+from benchmarks import gpu, resume, tasks
+from benchmarks.programs import (
+    classify_learnkit,
+    classify_loop,
+    classify_tuned,
+    resume_task as task,
+)
 from tests.helpers.measuring import devices
 
 # -- on a GPU, and on the CPU in small -------------------------------------------------------------
@@ -66,3 +72,24 @@ def test_programs_train_in_place(
     program.train(data, model, 8, 0.1)
     right = model(torch.from_numpy(data.x_test)).argmax(1) == torch.from_numpy(data.y_test)
     assert right.double().mean() > 0.95
+
+
+# -- kills of other packages' runs -----------------------------------------------------------------
+
+
+def test_samples_of_an_epoch_are_counted_from_where_the_resumed_run_began() -> None:
+    batches = [tuple(range(i, i + task.BATCH)) for i in range(0, task.N, task.BATCH)]
+    straight = 2 * batches
+    assert resume.find_start(straight, straight[:23], straight[20:], 10) == 20
+    assert resume.find_start(straight, straight[:20], straight[10:], 10) == 10  # half written
+    assert resume.count_samples(straight) == (0, 0)
+    began_again = [*batches[:20], *batches]
+    assert resume.count_samples(began_again) == (160, 160)
+
+
+@pytest.mark.full
+def test_kills_of_learnkit_are_exact(tmp_path: Path) -> None:
+    measured = resume.serve('learnkit', 2, tmp_path)
+    assert measured['repeats']
+    row = resume.make_row('learnkit', measured)
+    assert row.count('2 of 2') == 4
