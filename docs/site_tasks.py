@@ -142,9 +142,9 @@ _ROWS = (
     ),
     (
         'interop',
-        'Callbacks of Composer and Noether',
+        'Callbacks of other packages',
         'Run callbacks that were written for other packages. Callbacks of fastai run as they are.',
-        'interop.composer interop.ksuit',
+        'interop.composer interop.ksuit interop.hf interop.keras',
     ),
     (
         'sklearn',

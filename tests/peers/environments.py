@@ -63,6 +63,11 @@ PEERS = [
     ),
     # Noether is on no index: what its callbacks ask for is written down in `ksuit_callbacks`
     Peer('ksuit'),
+    Peer('hf'),  # transformers is in the project's own environment
+    Peer(
+        'keras',
+        ('h5py==3.16.*', 'keras==3.15.*', 'namex==0.1.*', 'optree==0.20.*'),
+    ),
 ]
 
 

@@ -1,0 +1,136 @@
+"""Callbacks of Keras in a Learner, without Keras; `tests/peers/keras_bench.py` compares with `model.fit`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learnkit import Checkpoint, Learner
+from learnkit.checkpoint.compare import learn_digest
+from learnkit.core.errors import CallbackError
+from learnkit.interop import from_keras
+from learnkit.testing import synth_learner
+from tests.faults.run_helpers import Reach, quiet
+from tests.helpers.harness import run_until_done
+
+
+def learner(*cbs: Any, **options: Any) -> Learner:
+    return quiet(synth_learner(n_train=3, n_valid=2, cbs=[*cbs], **options))
+
+
+class OfKeras:
+    "Has what Keras's base class has."
+
+    def set_params(self, params: Any) -> None:
+        self.params = params
+
+    def set_model(self, model: Any) -> None:
+        self.model = model
+
+
+def test_order_of_the_methods_and_their_logs() -> None:
+    calls: list[Any] = []
+    hooks = [
+        f'on_{level}_{side}'
+        for level in ('train', 'epoch', 'train_batch', 'test', 'test_batch')
+        for side in ('begin', 'end')
+    ]
+
+    def note(self: Any, *place: Any, logs: Any, hook: str) -> None:
+        calls.append((hook, *place, sorted(logs)))
+
+    methods = {
+        hook: lambda self, *p, logs, hook=hook: note(self, *p, logs=logs, hook=hook)
+        for hook in hooks
+    }
+    learner(from_keras(type('All', (), methods)())).fit(1)
+    batches = [
+        (f'on_{kind}_batch_{side}', i, ['loss'] if (kind, side) == ('train', 'end') else [])
+        for kind, n in (('train', 3), ('test', 2))
+        for i in range(n)
+        for side in ('begin', 'end')
+    ]
+    logs = ['loss', 'val_loss']
+    assert calls[:2] == [('on_train_begin', []), ('on_epoch_begin', 0, [])]
+    assert calls[2:8] == batches[:6] and calls[8] == ('on_test_begin', [])
+    assert calls[9:13] == batches[6:] and calls[13][0] == 'on_test_end'
+    assert calls[14:] == [('on_epoch_end', 0, logs), ('on_train_end', logs)]
+
+
+class Halve(OfKeras):
+    "Halves the rate after each epoch, and stops at the third."
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate *= 0.5
+        self.model.stop_training = epoch == 2
+
+
+def test_rate_weights_and_stop() -> None:
+    cb = Halve()
+    learn = learner(from_keras(cb), lr=0.4)
+    learn.fit(5)
+    assert len(learn.history) == 3 and learn.opt.param_groups[0]['lr'] == pytest.approx(0.05)
+    assert cb.params == {'epochs': 5, 'steps': 3, 'verbose': 0}
+    weights = cb.model.get_weights()
+    state = list(learn.model.state_dict().values())
+    assert all(np.array_equal(w, t.numpy()) for w, t in zip(weights, state, strict=True))
+    cb.model.set_weights([w + 1 for w in weights])
+    assert torch.equal(state[0], torch.tensor(weights[0]) + 1)
+    with pytest.raises(AttributeError, match=r'self.model.count_params.*from_keras gives'):
+        cb.model.count_params()
+    with pytest.raises(AttributeError, match='learning_rate'):
+        cb.model.optimizer.beta_1 = 0.5
+
+
+def test_files_of_weights(tmp_path: Path) -> None:
+    cb = Halve()
+    learn = learner(from_keras(cb))
+    learn.fit(1)
+    before = cb.model.get_weights()
+    cb.model.save_weights(tmp_path / 'w.pth')
+    cb.model.set_weights([0 * w for w in before])
+    cb.model.load_weights(tmp_path / 'w.pth')
+    assert all(np.array_equal(a, b) for a, b in zip(before, cb.model.get_weights(), strict=True))
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(CallbackError, match='all hooks on_train_begin'):
+        from_keras(object())
+    with pytest.raises(CallbackError, match=r'write from_keras\(Halve\('):
+        from_keras(Halve)
+
+
+class KeepBest(OfKeras):
+    "Restores the best weights at the end, and stops two epochs after them."
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.best, self.wait, self.weights = np.inf, 0, None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.wait += 1
+        if logs['val_loss'] < self.best - 1:
+            self.best, self.wait, self.weights = logs['val_loss'], 0, self.model.get_weights()
+        self.model.stop_training = self.wait > 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.set_weights(self.weights)
+
+
+def train(folder: Path) -> Any:
+    torch.manual_seed(0)
+    learn = learner(from_keras(KeepBest()), Checkpoint('1ba', folder), path=folder)
+    learn.add_cb(Reach())
+    learn.fit(9, resume=True)
+    learn.remove_cb(Reach)
+    return learn_digest(learn), learn.time.ba
+
+
+def test_a_killed_run_ends_the_same(tmp_path: Path) -> None:
+    expected = train(tmp_path / 'whole')
+    job = partial(train, tmp_path / 'killed')
+    assert run_until_done(job, kill=[('train after_batch', 5)]).result == expected
