@@ -142,9 +142,9 @@ _ROWS = (
     ),
     (
         'interop',
-        'Callbacks of Composer and Noether',
-        'Run callbacks that were written for other packages. Callbacks of fastai run as they are.',
-        'interop.composer interop.ksuit',
+        'Composer, Lightning and Noether',
+        'Run callbacks and modules that were written for other packages. Callbacks of fastai run as they are.',
+        'interop.composer interop.lightning interop.ksuit',
     ),
     (
         'sklearn',

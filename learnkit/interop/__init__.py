@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters for callbacks of Composer, ksuit and Noether, and functions for models on the Hugging Face Hub.
+"""Adapters for callbacks of Composer, ksuit and Noether, for LightningModules, and functions for the Hugging Face Hub.
 
-The adapters `from_composer(cb)` and `from_ksuit(cb)` do not import the other packages, which need not be
-installed. The functions for the Hub need huggingface_hub.
+The adapters `from_composer(cb)`, `from_ksuit(cb)` and `from_lightning(module, dls)` do not import the other packages,
+which need not be installed. The functions for the Hub need huggingface_hub.
 """
 
 import lazy_loader

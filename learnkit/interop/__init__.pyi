@@ -11,3 +11,6 @@ from .hub import (
 from .ksuit import (
     from_ksuit as from_ksuit,
 )
+from .lightning import (
+    from_lightning as from_lightning,
+)
