@@ -25,6 +25,7 @@ from learnkit.core.plain import ATOMS
 from learnkit.core.random import MODULE_INTERNALS, state_setter
 from learnkit.data.loader_state import find_own_parts
 from learnkit.data.shard import Shard
+from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import keeps_attributes, lost_attributes
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def take_inventory(learn: Learner) -> Inventory:
     for cb in filter(keeps_attributes, learn.cbs):
         for name, value in {**lost_attributes(cb), **_find_modules(cb, held)}.items():
             found[f'{type(cb).__name__}.{name}'] = fingerprint(value), _IN_CALLBACK
+    for cb in learn.cbs:
+        for name in declared(cb, 'saved_of_model', tuple)():
+            found.pop(name, None)
     return found
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from learnkit.core.errors import FitError, MetricError, OptionError
 from learnkit.core.model import model_device
 from learnkit.engine.callback_state import decode, encode
 from learnkit.metrics.averages import RESERVED
-
-if TYPE_CHECKING:
-    from learnkit.interop.lightning_run import LightningRun
 
 # hooks of a training batch, whose values are logged by step; values of other hooks are means of an epoch
 STEP_HOOKS = frozenset(
@@ -41,7 +38,7 @@ class LoggedValues:
     `callback_metrics`, `logged_metrics` and `progress_bar_metrics` are the trainer's.
     """
 
-    def __init__(self, run: LightningRun) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
         self.entries: dict[str, dict[str, Any]] = {}
         self.callback_metrics: dict[str, Any] = {}
@@ -193,8 +190,9 @@ class LoggedValues:
         self.callback_metrics |= numbers
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the values; the state of a torchmetrics object belongs to the module."
-        entries = {k: e for k, e in self.entries.items() if e['metric'] is None}
+        "Return the values, and the names of torchmetrics, whose states belong to the module."
+        paths = {id(m): path for path, m in self.run.learn.model.named_modules()}
+        entries = {k: {**e, 'metric': paths.get(id(e['metric']))} for k, e in self.entries.items()}
         return {'entries': encode(entries), **{name: encode(getattr(self, name)) for name in KEPT}}
 
     def load_state_dict(self, sd: Mapping[str, Any], cb: Any) -> None:
@@ -203,6 +201,9 @@ class LoggedValues:
             own = getattr(self, name)
             own.clear()
             own.update(decode(values, cb))
+        for entry in self.entries.values():
+            path = entry['metric']
+            entry['metric'] = path and self.run.learn.model.get_submodule(path)
 
 
 def size_of(batch: Any) -> int:

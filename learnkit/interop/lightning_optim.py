@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from learnkit.core.errors import (
 )
 from learnkit.core.validation import warn_user
 from learnkit.engine.own_loop import OptimizeCall
-
-if TYPE_CHECKING:
-    from learnkit.interop.lightning_run import LightningRun
 
 
 @dataclass
@@ -106,7 +103,7 @@ class LightningOptimizer:
 class Optimization:
     "Training batches of a LightningModule: forward, backward and step, in Lightning's order."
 
-    def __init__(self, run: LightningRun) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
         self.configs: list[Any] = []  # Lightning's `lr_scheduler_configs`
         self.n_steps = 0  # Lightning's `global_step`

@@ -24,7 +24,7 @@ from learnkit.interop.hooks import (
 )
 from learnkit.interop.lightning_log import EPOCH_HOOKS, STEP_HOOKS, LoggedValues, size_of
 from learnkit.interop.lightning_optim import Optimization
-from learnkit.interop.lightning_trainer import Trainer, load_module_state, module_state
+from learnkit.interop.lightning_trainer import Trainer, list_saved, load_module_state, module_state
 
 HOOKS = (
     *(name for name in sorted(STEP_HOOKS | EPOCH_HOOKS) if name.startswith('on_')),
@@ -357,6 +357,10 @@ class LightningRun(Callback):
             'logged': self.logged.state_dict(),
             'module': None if self.module is None else module_state(self),
         }
+
+    def saved_of_model(self) -> list[str]:
+        "Return the names of the attributes of the model that the state holds."
+        return [] if self.module is None else list_saved(self.module)
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:

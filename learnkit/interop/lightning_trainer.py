@@ -20,14 +20,13 @@ from learnkit.interop.hooks import keep_plain, send_to_loggers
 from learnkit.metrics.state import collect_torchmetrics, list_parts, set_states
 
 if TYPE_CHECKING:
-    from learnkit.interop.lightning_run import LightningRun
     from learnkit.learner import Learner
 
 
 class View:
     "Part of the Learner by Lightning's names: an attribute that it does not have is an error by name."
 
-    def __init__(self, run: LightningRun) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
 
     def __getattr__(self, name: str) -> Any:
@@ -39,7 +38,8 @@ class View:
 
     @property
     def learn(self) -> Learner:
-        return self.run.learn
+        learn: Learner = self.run.learn
+        return learn
 
 
 class Strategy(View):
@@ -93,7 +93,7 @@ class LoggerView(View):
 class FitLoop(View):
     "What Lightning's own callbacks read of `trainer.fit_loop`, which is not public there."
 
-    def __init__(self, run: LightningRun) -> None:
+    def __init__(self, run: Any) -> None:
         super().__init__(run)
         self._skip_backward = False
         self._n_added = 0  # number of batches that a callback has added to `max_batches`
@@ -136,7 +136,7 @@ class Trainer(View):
 
     def __init__(
         self,
-        run: LightningRun,
+        run: Any,  # `LightningRun`
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -296,7 +296,22 @@ def _length(dl: Any) -> float:
     return len(dl) if hasattr(dl, '__len__') else math.inf
 
 
-def module_state(run: LightningRun) -> dict[str, Any]:
+def plain_attributes(module: Any) -> dict[str, Any]:
+    "Return the public attributes of a module that are plain data, encoded."
+    own = {k: v for k, v in vars(module).items() if not k.startswith('_') and k != 'training'}
+    return keep_plain(own)
+
+
+def list_saved(module: Any) -> list[str]:
+    "Return the names of the attributes that `module_state` holds."
+    metrics = list_parts(module).items()
+    return [
+        *(f'model.{name}' for name in plain_attributes(module)),
+        *(f'model.{path}.{name}' for path, metric in metrics for name in vars(metric)),
+    ]
+
+
+def module_state(run: Any) -> dict[str, Any]:
     "Return the state of a module that is not weights: metrics, plain public attributes, what its hook adds."
     module = run.module
     checkpoint: dict[str, Any] = {'state_dict': module.state_dict()}
@@ -304,15 +319,14 @@ def module_state(run: LightningRun) -> dict[str, Any]:
     if save is not None:
         save(checkpoint)
     del checkpoint['state_dict']
-    own = {k: v for k, v in vars(module).items() if not k.startswith('_') and k != 'training'}
     return {
         'checkpoint': encode(checkpoint),
-        'attributes': keep_plain(own),
+        'attributes': plain_attributes(module),
         'torchmetrics': collect_torchmetrics(module),
     }
 
 
-def load_module_state(run: LightningRun, sd: Mapping[str, Any]) -> None:
+def load_module_state(run: Any, sd: Mapping[str, Any]) -> None:
     "Restore the state that `module_state` returned."
     module = run.module
     load = run.find_own('on_load_checkpoint')
