@@ -142,9 +142,9 @@ _ROWS = (
     ),
     (
         'interop',
-        'Callbacks of other packages',
-        'Run callbacks that were written for other packages. Callbacks of fastai run as they are.',
-        'interop.composer interop.ksuit interop.hf interop.keras',
+        'Code of other packages',
+        'Run callbacks and modules that were written for other packages. Callbacks of fastai run as they are.',
+        'interop.composer interop.ksuit interop.lightning interop.hf interop.keras',
     ),
     (
         'sklearn',

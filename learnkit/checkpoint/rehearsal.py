@@ -28,6 +28,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.loader_state import find_own_parts, find_parts
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import belongs_to_sampler
+from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import keeps_attributes, lost_attributes
 
 if TYPE_CHECKING:
@@ -80,10 +81,10 @@ def take_inventory(learn: Learner) -> Inventory:
     elif loss is not None:
         found['loss_func'] = fingerprint(loss), _IN_LOSS
     found |= _list_data(learn.dls.train)
-    declared = [
+    own_classes = [
         name for base in type(learn).__mro__ if _is_from_library(base) for name in vars(base)
     ]
-    own_names = learn.parts.own_names.union(declared)
+    own_names = learn.parts.own_names.union(own_classes)
     found |= _list_plain(learn, 'learn', own_names, _IN_LEARNER)
     for opt in learn.opt.optimizers.values():
         if not _is_foreign(opt):
@@ -96,6 +97,9 @@ def take_inventory(learn: Learner) -> Inventory:
                 found[f'{name}.{attribute}'] = fingerprint(value, held), _IN_CALLBACK
         if not _is_foreign(cb):
             found |= _list_plain(type(cb), name, (), _IN_CALLBACK)
+    for cb in learn.cbs:
+        for name in declared(cb, 'saved_of_model', tuple)():
+            found.pop(name, None)
     return found
 
 

@@ -17,3 +17,6 @@ from .keras import (
 from .ksuit import (
     from_ksuit as from_ksuit,
 )
+from .lightning import (
+    from_lightning as from_lightning,
+)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
+from contextlib import suppress
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import CallbackError, OptionError
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 
 # key of a callback's attributes in its state, without a `state_dict` or if it returned None
 ATTRIBUTES_KEY = '__attributes__'
+# errors for values that are more than data
+NOT_PLAIN = (OptionError, RecursionError, TypeError, ValueError)
+# packages of Lightning's base classes, under both of its names
+LIGHTNING_BASES = tuple(
+    f'{package}.{module}'
+    for package in ('lightning.pytorch', 'pytorch_lightning')
+    for module in ('core', 'callbacks.callback')
+)
 
 
 def is_of(
@@ -31,19 +40,19 @@ def is_of(
     package: str,  # name of a package, such as 'composer'
 ) -> bool:
     "Return True if the class of `cb` or one of its bases is defined in a package or in its submodules."
-    return any(_is_defined_in(cls, package) for cls in type(cb).__mro__)
+    return any(is_defined_in(cls, package) for cls in type(cb).__mro__)
 
 
 def own_hooks(
     cb: object,
     names: Iterable[str],
-    bases: str = '',  # package of base classes, whose empty methods are not hooks
+    bases: str | tuple[str, ...] = (),  # packages of base classes, whose methods are not hooks
 ) -> dict[str, Callable[..., Any]]:
     "Return the methods of `cb` with these names, by name, except methods of the library's base classes."
     hooks = {}
     for name in names:
         f = getattr(cb, name, None)
-        if callable(f) and not (bases and _is_defined_in(f, bases)):
+        if callable(f) and not is_defined_in(f, bases):
             hooks[name] = f
     return hooks
 
@@ -101,14 +110,14 @@ def _encode_state(state: Any) -> Any:
     "Encode a state as plain data, including times; return a state that holds other objects unchanged."
     try:
         return encode(state)
-    except (OptionError, RecursionError, TypeError, ValueError):
+    except NOT_PLAIN:
         return state
 
 
 def _find_state_method(cb: Any, name: str) -> Any:
-    "Return a method of a callback, or None if it is missing or is the empty method of Composer's base class."
+    "Return a method of a callback, or None if it is missing or is the empty method of a library's base class."
     f = getattr(cb, name, None)
-    return None if f is None or _is_defined_in(f, 'composer.core') else f
+    return None if f is None or is_defined_in(f, ('composer.core', *LIGHTNING_BASES)) else f
 
 
 def parameters_of(f: Callable[..., Any]) -> set[str]:
@@ -125,6 +134,22 @@ def takes_any(f: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
 
 
+def takes_several(f: Callable[..., Any]) -> bool:
+    "Return True if `f` accepts more than one positional argument."
+    kinds = [p.kind for p in signature(f).parameters.values()]
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1
+
+
+def keep_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    "Return the entries that are plain data, encoded for a checkpoint."
+    plain = {}
+    for name, value in values.items():
+        with suppress(*NOT_PLAIN):
+            plain[name] = encode(value)
+    return plain
+
+
 def send_to_loggers(learn: Learner, method: str, *content: Any) -> None:
     "Pass parameters, a string or images to learnkit's loggers, and to other callbacks with this method."
     send: dict[str, Callable[..., None]] = {
@@ -139,7 +164,8 @@ def send_to_loggers(learn: Learner, method: str, *content: Any) -> None:
             getattr(cb, method)(*step, *content)
 
 
-def _is_defined_in(o: Any, package: str) -> bool:
-    "Return True if a class or function is defined in a package or in its submodules."
+def is_defined_in(o: Any, packages: str | tuple[str, ...]) -> bool:
+    "Return True if a class or function is defined in a package, or in one of several, or in its submodules."
     module = getattr(o, '__module__', '') or ''
-    return module == package or module.startswith(f'{package}.')
+    names = (packages,) if isinstance(packages, str) else packages
+    return any(module == name or module.startswith(f'{name}.') for name in names)

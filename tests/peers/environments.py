@@ -61,6 +61,7 @@ PEERS = [
             TORCHVISION,
         ),
     ),
+    Peer('lightning', ('lightning==2.6.*',)),
     # Noether is on no index: what its callbacks ask for is written down in `ksuit_callbacks`
     Peer('ksuit'),
     Peer('hf'),  # transformers is in the project's own environment

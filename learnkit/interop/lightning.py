@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a LightningModule in a Learner, and run Lightning's callbacks in any Learner: `from_lightning`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from fastcore.basics import camel2snake
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from learnkit.core.errors import LoaderError, ModelError, OptionError
+from learnkit.core.time import as_time
+from learnkit.data.dataloaders import DataLoaders
+from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import note_attributes
+from learnkit.engine.dispatch import as_list
+from learnkit.interop.hooks import (
+    LIGHTNING_BASES,
+    check_style,
+    is_of,
+    load_state,
+    own_hooks,
+    state_of,
+)
+from learnkit.interop.lightning_run import HOOKS, TRANSFER_HOOKS, LightningRun
+from learnkit.learner import Learner
+
+TRAINER_OPTIONS = (
+    'accumulate_grad_batches',
+    'gradient_clip_val',
+    'gradient_clip_algorithm',
+    'log_every_n_steps',
+)
+
+
+def from_lightning(
+    module_or_callback: Any,  # LightningModule, or a callback of Lightning
+    dls: Any = None,  # LightningDataModule, or data as for `Learner`; None: the module's own loaders
+    cbs: Any = None,  # callbacks of Lightning and of learnkit
+    **options: Any,  # options of Lightning's Trainer and of `Learner`, see below
+) -> Any:
+    """Return a Learner that trains a LightningModule as it is, or a Callback that runs a callback of Lightning.
+
+    The module's own methods train: `training_step`, `validation_step`, `predict_step`,
+    `configure_optimizers`, `optimizer_step`, `configure_gradient_clipping` and every `on_*` hook, in
+    Lightning's order, with manual optimization too. Values of `self.log` are columns of the history and
+    reach the loggers; `valid_loss` is what `validation_step` returns, or logs as
+    `val_loss`. `self.trainer` has what modules and callbacks read of Lightning's Trainer; anything
+    else is an `AttributeError` by name. `learn.validate(dl=loader)` calls `test_step` if the module has one.
+
+    The options of the Trainer are `accumulate_grad_batches`, `gradient_clip_val`,
+    `gradient_clip_algorithm` and `log_every_n_steps`; `learn.fit(3)` is `max_epochs=3`. The data module
+    is set up when the Learner is made. Any `nn.Module` with `training_step` and `configure_optimizers`
+    will do; Lightning need not be installed.
+
+    Checkpointed: schedulers, logged values, torchmetrics and plain public attributes of the module,
+    what its `on_save_checkpoint` adds, and the states of callbacks.
+
+    Raises `ModelError` for a module without these methods and `CallbackError` for an object without hooks.
+
+    >>> class Line(nn.Module):  # or LightningModule
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.net = nn.Linear(1, 1)
+    ...     def training_step(self, batch, batch_idx):
+    ...         x, y = batch
+    ...         loss = nn.functional.mse_loss(self.net(x), y)
+    ...         self.log('mse', loss, on_step=False, on_epoch=True)
+    ...         return loss
+    ...     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)
+    >>> x = torch.linspace(-1, 1, 64)[:, None]
+    >>> learn = from_lightning(Line(), DataLoaders.from_tensors((x, 2 * x), bs=16))
+    >>> with learn.no_bar(): learn.fit(2)
+    >>> [*learn.history[0]], learn.history[0]['mse'] > learn.history[1]['mse']
+    (['fit', 'epoch', 'train_loss', 'mse', 'time'], True)
+    """
+    is_callback = not hasattr(module_or_callback, 'training_step')
+    is_module = isinstance(module_or_callback, nn.Module) and not is_lightning(module_or_callback)
+    if is_callback and (is_module or dls is not None or cbs is not None or options):
+        raise ModelError(
+            f'{type(module_or_callback).__name__} has no `training_step`: give a LightningModule with its data, or a '
+            'callback alone.'
+        )
+    if is_callback:
+        return _FromLightning(module_or_callback)
+    return LightningLearner(module_or_callback, dls, cbs, **options)
+
+
+def make_dls(module: nn.Module, dls: Any) -> Any:
+    "Return the loaders of a LightningDataModule or of the module; other data as they are."
+    is_source = dls is None or hasattr(dls, 'train_dataloader')
+    if not is_source:
+        is_pair = isinstance(dls, tuple) and len(dls) == 2
+        return DataLoaders(dls[0], name_loaders(dls[1])) if is_pair else dls
+    source = module if dls is None else dls
+    hooks = own_hooks(
+        source, ['prepare_data', 'setup', 'train_dataloader', 'val_dataloader'], LIGHTNING_BASES
+    )
+    if 'train_dataloader' not in hooks:
+        raise LoaderError(f'{type(source).__name__} has no `train_dataloader`: give `dls`.')
+    if source is not module:
+        hooks.get('prepare_data', bool)()
+        hooks.get('setup', str)('fit')
+    train = hooks['train_dataloader']()
+    valid = hooks.get('val_dataloader', lambda: None)()
+    return DataLoaders(train, name_loaders(valid))
+
+
+def name_loaders(valid: Any) -> Any:
+    "Return a list of validation loaders as a dict; anything else as it is."
+    is_list = isinstance(valid, (list, tuple)) and valid
+    if not is_list or not all(isinstance(dl, DataLoader) for dl in valid):
+        return valid
+    return {f'valid_{i}': dl for i, dl in enumerate(valid)} if len(valid) > 1 else valid[0]
+
+
+class _FromLightning(Callback):
+    "Hold a callback of Lightning, and its state; `LightningRun` calls its hooks."
+
+    order = 60
+    remove_on_find = True
+    is_lightning = True
+
+    def __init__(self, cb: Any) -> None:
+        if not is_lightning(cb):  # a callback of Lightning may have no hooks
+            check_style(cb, HOOKS, own_hooks(cb, HOOKS), 'Lightning', 'from_lightning')
+        note_attributes(cb)
+        self.wrapped = cb
+
+    @property
+    @override
+    def name(self) -> str:
+        return f'lightning_{camel2snake(type(self.wrapped).__name__)}'
+
+    def __repr__(self) -> str:
+        return f'from_lightning({type(self.wrapped).__name__})'
+
+    def on_added(self) -> None:
+        "Have the hooks called by the Learner's `LightningRun`, and give the callback its `log`."
+        run = next((cb for cb in self.learn.cbs if isinstance(cb, LightningRun)), None)
+        if run is None:
+            run = LightningRun()
+            self.learn.add_cbs(run)
+        run.bind_events()
+        self.wrapped.log, self.wrapped.log_dict = run.logged.log, run.logged.log_dict
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return the callback's state."
+        return {'callback': state_of(self.wrapped)}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the callback's state."
+        load_state(self.wrapped, sd['callback'])
+
+
+def is_lightning(cb: Any) -> bool:
+    "Return True for an object of a class of Lightning."
+    return is_of(cb, 'lightning') or is_of(cb, 'pytorch_lightning')
+
+
+def as_learnkit(cb: Any) -> Any:
+    "Return an adapter of a callback of Lightning, or of one like it; other callbacks as they are."
+    is_other = isinstance(cb, (Callback, type)) or hasattr(cb, 'before_fit')
+    is_like = not is_other and bool(own_hooks(cb, HOOKS))
+    return _FromLightning(cb) if is_like or is_lightning(cb) else cb
+
+
+class LightningLearner(Learner):
+    "Learner that trains a LightningModule by the module's own methods; `from_lightning` makes it."
+
+    def __init__(self, module: nn.Module, dls: Any, cbs: Any, **options: Any) -> None:
+        check_module(module, options)
+        given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
+        run = self._lightning = LightningRun(module, **given)
+        if hasattr(dls, 'train_dataloader'):
+            run.trainer.datamodule = dls
+            dls.trainer = run.trainer
+        own = own_hooks(module, ['validation_step', 'configure_callbacks'], LIGHTNING_BASES)
+        if 'validation_step' not in own:
+            options.setdefault('eval_every', None)
+        added = as_list(own.get('configure_callbacks', list)())
+        adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
+        super().__init__(
+            make_dls(module, dls),
+            module,
+            opt_func=run.optimization.make_optimizers,
+            cbs=[run, *adapted],
+            **options,
+        )
+
+    @override
+    def fit(self, n_epoch: Any, *args: Any, **kwargs: Any) -> None:
+        "Train as `Learner.fit`, with new optimizers of `configure_optimizers`."
+        trainer, length = self._lightning.trainer, as_time(n_epoch, 'ep')
+        trainer.max_epochs = int(length.value) if length.unit == 'ep' else -1
+        trainer.max_steps = int(length.value) if length.unit in ('st', 'ba') else -1
+        if len(args) < 4:  # `reset_opt` is not given by position
+            kwargs.setdefault('reset_opt', True)
+        super().fit(n_epoch, *args, **kwargs)
+
+    @override
+    def create_opt(self) -> None:
+        self._lightning.set_up()
+        super().create_opt()
+        self.opt.seen = None  # parameters stay in the groups into which the module has put them
+
+    @override
+    def _set_device(self, b: Any) -> Any:
+        run = self._lightning
+        before, move, after = (run.find_hooks(name)[2] for name in TRANSFER_HOOKS)
+        if not (before or move or after):
+            return super()._set_device(b)
+        index = run.loader_index() or 0
+        b = b if before is None else before(b, index)
+        device = run.trainer.strategy.root_device
+        b = super()._set_device(b) if move is None else move(b, device, index)
+        self.batch = b if after is None else after(b, index)
+        return self.batch
+
+    @override
+    def train_batch(self) -> None:
+        self._lightning.optimization.train_batch()
+
+    @override
+    def evaluate_batch(self) -> None:
+        run = self._lightning
+        if self.phase == 'predict':
+            name = 'predict_step' if hasattr(run.module, 'predict_step') else 'forward'
+            run.optimization.output = run.run_step(name)
+            return
+        output = run.optimization.output = run.run_step(f'{run.stage}_step')
+        loss = output.get('loss') if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            loss = run.logged.find_loss()
+        if loss is not None:
+            self.report_loss(loss)
+
+
+def check_module(module: nn.Module, options: Mapping[str, Any]) -> None:
+    "Raise for a module that cannot be trained, and for options of the Trainer that `fit` has."
+    if not callable(getattr(module, 'configure_optimizers', None)):
+        raise ModelError(f'{type(module).__name__} has no `configure_optimizers`.')
+    step: Any = module.training_step
+    if 'dataloader_iter' in signature(step).parameters:
+        raise ModelError('training_step(dataloader_iter) is not supported: take `batch`.')
+    for name, fix in (('max_epochs', 'learn.fit(3)'), ('max_steps', "learn.fit('100ba')")):
+        if name in options:
+            raise OptionError(f'{name}={options[name]!r} is the length of a fit: `{fix}`.')
