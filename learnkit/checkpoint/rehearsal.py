@@ -209,6 +209,11 @@ def _is_foreign(owner: Any) -> bool:
     return _is_from_library(type(owner))
 
 
+def _is_own(owner: Any) -> bool:
+    "Return True for an object of learnkit, which saves itself."
+    return type(owner).__module__.startswith('learnkit.')
+
+
 def _is_from_library(kind: type) -> bool:
     return kind.__module__.partition('.')[0] in _LIBRARIES
 
@@ -267,7 +272,7 @@ def _mark(value: Any, depth: int, seen: set[int], held: Container[int]) -> Any:
         return value.shape, hash(content)
     if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
         return _mark_container(value, depth, seen, held)
-    if _is_foreign(value) and hasattr(value, 'load_state_dict'):
+    if _is_foreign(value) and hasattr(value, 'load_state_dict') and not _is_own(value):
         value = value.state_dict()  # such as a scheduler of torch
         return _mark(value, depth - 1, seen, held)
     return kind.__name__, [_mark(part, depth - 1, seen, held) for part in _list_parts(value)]
