@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -574,6 +576,34 @@ EVENTS = {
 }
 
 
+# -- where the stoppers stop -----------------------------------------------------------------------
+
+
+def list_stoppers() -> Iterator[tuple[str, Callable[[], Any]]]:
+    "Yield settings of Composer's stoppers: metrics of training and evaluation, patience in all units, thresholds."
+    monitored = [('CrossEntropy', 'eval'), ('MulticlassAccuracy', 'train')]
+    patiences = (1, '2ep', '3ba', '8ba', '24sp', '60sp')
+    for where, patience, delta in itertools.product(monitored, patiences, (0.0, 0.2)):
+        make = partial(callbacks.EarlyStopper, *where, patience=patience, min_delta=delta)
+        yield f'EarlyStopper {where} {patience} {delta}', make
+    thresholds = [('CrossEntropy', 'eval', 1.35), ('MulticlassAccuracy', 'train', 0.6)]
+    for setting, on_batch in itertools.product(thresholds, (False, True)):
+        make = partial(callbacks.ThresholdStopper, *setting, stop_on_batch=on_batch)
+        yield f'ThresholdStopper {setting} {on_batch}', make
+
+
+def compare_stoppers() -> Row:
+    "Compare the batches, weights and logs of fits that stoppers end, in three units of their duration."
+    stoppers, durations = list(list_stoppers()), itertools.cycle(['4ep', '20ba', '150sp'])
+    wrong = []
+    for (name, make), duration in zip(stoppers, durations, strict=False):
+        row = compare(Case(name, one(make), Setting(duration=duration)), '')
+        if row.numbers != EQUAL or not row.keys:
+            wrong.append(f'{name}, {duration}: {row.numbers} {row.why}')
+    title = f'{len(stoppers)} settings of EarlyStopper and ThresholdStopper'
+    return Row(title, True, not wrong, TOO_FAR if wrong else EQUAL, '; '.join(wrong))
+
+
 # -- resume, and the guide -------------------------------------------------------------------------
 
 
@@ -650,7 +680,7 @@ def rows() -> list[Row]:
     "Return a row for each callback, logger and algorithm of Composer, and for its events."
     logging.disable(logging.CRITICAL)
     run_guide()
-    found = [compare(case, 'Callbacks') for case in CALLBACKS]
+    found = [*(compare(case, 'Callbacks') for case in CALLBACKS), compare_stoppers()]
     found += [compare(case, 'Loggers') for case in LOGGERS]
     found += [compare(case, 'Algorithms') for case in ALGORITHMS]
     found += [compare_events(name, setting) for name, setting in EVENTS.items()]

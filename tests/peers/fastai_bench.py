@@ -64,10 +64,15 @@ def train(case: Case, library: type, folder: Path) -> Outcome:
     options = {'loss_func': CrossEntropyLossFlat(), 'metrics': accuracy, **case.options(model)}
     count = CountSteps()
     cbs = [SeedEpochs(), count, *case.make()]
+    opt_func = partial(OPTIMIZERS[library], mom=case.mom)
+    if case.optimizer is not None:
+        is_fastai = library is fastai_learner.Learner
+        wrapped = partial(optimizer.OptimWrapper, opt=case.optimizer)
+        opt_func = wrapped if is_fastai else case.optimizer
     learn = library(
         loaders,
         model,
-        opt_func=partial(OPTIMIZERS[library], mom=case.mom),
+        opt_func=opt_func,
         cbs=cbs,
         path=folder,
         **options,

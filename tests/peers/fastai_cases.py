@@ -51,6 +51,8 @@ class Case:
     rows: bool = True
     # momentum of both optimizers
     mom: float = 0.9
+    # a class of torch, instead of SGD
+    optimizer: Any = None
     why: str = ''
 
 
@@ -405,6 +407,28 @@ CASES += [
         part="The Learner in fastai's code",
         rows=False,
         why='fastai decays the biases of recurrent layers, learnkit no bias: 0.0283 apart after two epochs',
+    ),
+    Case(
+        'a language model of LSTMs with a state, ModelResetter and RNNRegularizer',
+        lambda: [cb.ModelResetter(), cb.RNNCallback(), cb.RNNRegularizer(alpha=2, beta=1)],
+        loaders=data.words,
+        model=data.LanguageModel,
+        fit=lambda learn: learn.fit(2, 1e-2),
+        part="The Learner in fastai's code",
+    ),
+    Case(
+        'WGAN: RMSProp, five steps of the critic',
+        lambda: [
+            gan.GANTrainer(clip=0.01, switch_eval=False),
+            gan.FixedGANSwitcher(n_crit=5, n_gen=1),
+        ],
+        lambda learn: {'critic': learn.gan_trainer.crit_losses},
+        loaders=data.noise,
+        model=gan_model,
+        options=gan_options,
+        optimizer=torch.optim.RMSprop,
+        fit=lambda learn: learn.fit(2, 2e-4),
+        part="The Learner in fastai's code",
     ),
     Case(
         'class Trace(Callback)',

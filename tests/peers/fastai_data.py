@@ -83,6 +83,37 @@ class LongMemory(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
+def words(path: Path) -> vision.DataLoaders:
+    "Return a text of ten words, in sequences of six that continue in the next batch."
+    text = (torch.arange(8 * 61) ** 2 // 3) % 10
+    x = torch.stack([text[i : i + 6] for i in range(0, 480, 6)])
+    y = torch.stack([text[i + 1 : i + 7] for i in range(0, 480, 6)])
+    train = vision.TfmdDL(TensorDataset(x[:64], y[:64]), bs=8, num_workers=0)
+    valid = vision.TfmdDL(TensorDataset(x[64:], y[64:]), bs=8, num_workers=0)
+    return vision.DataLoaders(train, valid, path=path)
+
+
+class LanguageModel(nn.Module):
+    "Two LSTM layers that keep their state from batch to batch, with dropout and tied embeddings."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10)
+        self.rnn = nn.LSTM(16, 16, 2, batch_first=True)
+        self.head.weight = self.embed.weight
+        self.state = [torch.zeros(2, 8, 16) for _ in range(2)]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raw, state = self.rnn(self.embed(x), tuple(self.state))
+        self.state = [t.detach() for t in state]
+        out = nn.functional.dropout(raw, 0.3, self.training)
+        return self.head(out), raw, out
+
+    def reset(self) -> None:
+        for t in self.state:
+            t.zero_()
+
+
 def write_pictures(folder: Path, n: int = 20) -> None:
     "Write `n` reddish and `n` bluish pictures, in a folder for each color."
     generator = np.random.default_rng(0)
