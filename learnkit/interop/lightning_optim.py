@@ -112,6 +112,9 @@ class Optimization:
         self._optimizers: list[LightningOptimizer] = []
         self._losses: list[Tensor] = []  # losses of the batch that had a backward pass
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), '_optimizers': [], 'configs': []}  # each fit makes its own
+
     @property
     def is_automatic(self) -> bool:
         "True for a module with automatic optimization."

@@ -74,17 +74,21 @@ class LightningRun(Callback):
         self._values = [self.logged.entries, self.logged.callback_metrics]
 
     def on_added(self) -> None:
-        "Give the module its trainer and the methods that need it."
         self.bind_events()
-        if self.module is not None:
-            self.module.trainer = self.trainer
-            for owner, names in (
-                (self.logged, ('log', 'log_dict')),
-                (self.trainer, ('print',)),
-                (self.optimization, OPTIMIZATION_METHODS),
-            ):
-                for name in names:
-                    object.__setattr__(self.module, name, getattr(owner, name))
+        self.attach()
+
+    def attach(self) -> None:
+        "Give the module its trainer, which a copy of a LightningModule loses, and the methods that need it."
+        if self.module is None:
+            return
+        self.module.trainer = self.trainer
+        for owner, names in (
+            (self.logged, ('log', 'log_dict')),
+            (self.trainer, ('print',)),
+            (self.optimization, OPTIMIZATION_METHODS),
+        ):
+            for name in names:
+                object.__setattr__(self.module, name, getattr(owner, name))
 
     def __repr__(self) -> str:
         return type(self).__name__
@@ -249,6 +253,7 @@ class LightningRun(Callback):
     def set_up(self) -> None:
         "Call the hooks that come before the optimizers of a fit are made."
         self._hooks = {}
+        self.attach()
         self.fire('setup', 'fit')
         self.fire_own('configure_model', bool)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -412,3 +413,16 @@ def test_values_reach_loggers_and_data_loaders_keep_their_names(tmp_path: Path) 
     rows = read_log(tmp_path / 'metrics.jsonl')
     assert sum('loss_step' in row for row in rows) == 5 and 'loss_epoch' in rows[-1]
     assert {'val_loss/dataloader_idx_0', 'val_loss/dataloader_idx_1'} <= rows[-1].keys()
+
+
+def test_a_copy_of_the_learner_trains_by_itself() -> None:
+    learn = make(LogsAll(), Watcher())
+    learn.fit(1)
+    copy = pickle.loads(pickle.dumps(learn))
+    assert copy.trainer is copy.model.trainer is not learn.trainer
+    for each in (learn, copy):
+        torch.manual_seed(1)
+        each.logger = noop
+        each.fit(1)
+    assert_equal(learn.model, copy.model)
+    assert copy.history[-1]['seen'] == learn.history[-1]['seen'] == 54
