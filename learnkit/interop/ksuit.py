@@ -117,8 +117,9 @@ def from_ksuit(
     missing or None. For an object with `process_data(batch, trainer_model=)` and
     `process_results(results, ...)`, the first method is called with each batch of the loader named
     by its `dataset_key`, and the second one with the concatenated results. `EarlyStopIteration`, and
-    `should_stop_after_...` returning True, end the fit like `learn.stop()`. `at_eval` runs at the
-    end of a `learn.validate()`.
+    `should_stop_after_...` returning True, end the fit like `learn.stop()`; after an
+    `EarlyStopIteration` there is a checkpoint with the tag `.early_exit`, as in Noether. `at_eval`
+    runs at the end of a `learn.validate()`.
 
     Checkpointed: the callback's `state_dict` (without one, or if it returns None, its changed
     attributes with plain data), start and progress of the fit, the log and the tracker's summary. In
@@ -437,9 +438,17 @@ class _FromKsuit(Callback):
                 return f(*args, **values)
         except Exception as e:
             if type(e).__name__ == 'EarlyStopIteration':
-                return self.learn.stop()
+                return self._stop_early()
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
             raise
+
+    def _stop_early(self) -> None:
+        "End the fit, and save a checkpoint with the tag that Noether's trainer gives it."
+        if self.learn.world.is_first and not self.learn.run.stopping:
+            tag = f'{self.progress()}.early_exit'
+            trainer = self.services['trainer']
+            self.services['checkpoint_writer'].save(self._get_argument('model'), tag, trainer)
+        self.learn.stop()
 
     def _list_arguments(self, name: str, f: Any) -> list[str]:
         """Return the names of the arguments that a hook accepts.

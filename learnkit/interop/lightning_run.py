@@ -358,6 +358,7 @@ class LightningRun(Callback):
         return {
             'accumulate': self.trainer.accumulate_grad_batches,
             'steps': self.optimization.n_steps,
+            'has_evaluated': self.has_evaluated,
             'schedulers': [keep_plain(config.scheduler.state_dict()) for config in configs],
             'logged': self.logged.state_dict(),
             'module': None if self.module is None else module_state(self),
@@ -372,6 +373,7 @@ class LightningRun(Callback):
         "Restore the state."
         self.trainer.accumulate_grad_batches = sd['accumulate']
         self.optimization.n_steps = sd['steps']
+        self.has_evaluated = sd['has_evaluated']
         for config, state in zip(self.optimization.configs, sd['schedulers'], strict=False):
             scheduler = config.scheduler
             scheduler.load_state_dict(scheduler.state_dict() | decode(state, self))

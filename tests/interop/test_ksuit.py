@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
     assert cb.model is other.model  # what was given here follows the Learner
 
 
-def test_early_stopping_by_exception_and_by_answer() -> None:
+def test_early_stopping_by_exception_and_by_answer(tmp_path: Path) -> None:
     class EarlyStopIteration(StopIteration):
         pass
 
@@ -135,9 +136,11 @@ def test_early_stopping_by_exception_and_by_answer() -> None:
         def should_stop_after_epoch(self, checkpoint: Any) -> bool:
             return checkpoint.epoch == 2
 
-    learn = learner(Raises())
+    learn = learner(Raises(), path=tmp_path)
     learn.fit(5)
     assert learn.time.st == 2
+    saved = torch.load(tmp_path / 'checkpoints' / 'RegModel_cp=E0_U2_S16.early_exit_model.th')
+    assert torch.equal(saved['state_dict']['w'], learn.model.w)
     learn = learner(Answers())
     learn.fit(5)
     assert learn.time.ep == 2

@@ -314,6 +314,9 @@ class Trainer:
                 getattr(cb, hook)(update_counter=self.counter)
             except EarlyStopIteration:
                 stopped = True
+        if stopped:
+            tag = f'{self.counter.cur_iteration}.early_exit'
+            self.services['checkpoint_writer'].save(self.model, tag, trainer=self)
         return stopped
 
 
