@@ -62,6 +62,7 @@ def from_lightning(
 
     Raises `ModelError` for a module without these methods and `CallbackError` for an object without hooks.
 
+    >>> import torch
     >>> class Line(nn.Module):  # or LightningModule
     ...     def __init__(self):
     ...         super().__init__()
