@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from learnkit.core.batch import rebuild
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import CancelEpochException
+from learnkit.core.errors import CancelEpochException, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import decode
@@ -264,6 +265,9 @@ class LightningRun(Callback):
             self.logged.forget()
         if not learn.fitting:
             return
+        trainer = self.trainer
+        if trainer.accumulate_grad_batches > 1 and trainer.num_training_batches == math.inf:
+            raise OptionError('accumulate_grad_batches needs a training loader with a length.')
         if self.module is None:  # a LightningModule was set up before its optimizers
             self.trainer.max_epochs = learn.n_epoch or -1
             self.set_up()

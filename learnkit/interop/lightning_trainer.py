@@ -191,7 +191,7 @@ class Trainer(View):
     def estimated_stepping_batches(self) -> float:
         "Number of optimizer steps of the fit."
         limit = math.inf if self.max_steps == -1 else self.max_steps
-        if self.max_epochs == -1:
+        if self.max_epochs == -1 or self.num_training_batches == math.inf:
             return limit
         n_steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
         return min(limit, n_steps * self.max_epochs)

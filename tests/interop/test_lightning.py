@@ -359,11 +359,23 @@ def opt(module: Any = None) -> Any:
         (lambda: make(Logs(value=torch.ones(2))).fit(1), MetricError, '2 elements'),
         (lambda: make(Logs(reduce_fx='median')).fit(1), OptionError, 'median'),
         (lambda: make(gradient_clip_algorithm='all').fit(1), OptionError, 'all'),
+        (
+            lambda: from_lightning(Module(), Endless(), accumulate_grad_batches=2).fit(1),
+            OptionError,
+            'length',
+        ),
     ],
 )
 def test_errors_name_the_fix(run: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         run()
+
+
+class Endless:
+    "A loader without a length."
+
+    def __iter__(self) -> Any:
+        return iter(BATCHES)
 
 
 class Fit(Module):

@@ -147,6 +147,9 @@ MODULES = [
     Case(lm.Frozen),
     Case(lm.BringsCallback),
     Case(lm.OwnLoaders, data=lambda: None),
+    Case(
+        lm.ScheduledByEpoch, data=lm.streams, name='ScheduledByEpoch on a loader without a length'
+    ),
     Case(lm.Classifier, data=lm.Data, name='Classifier on a LightningDataModule'),
     Case(lm.Hooked, callbacks=lambda: [lm.Recording()], name='Hooked: all hooks in order'),
     Case(

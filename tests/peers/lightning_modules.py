@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 N_TRAIN, N_VALID, BATCH = 38, 12, 8  # 5 batches of training, the last one smaller
@@ -28,6 +28,18 @@ def loaders(valid: int = 1) -> tuple[Any, Any]:
     "Return a training loader, and one or several validation loaders."
     own = [make_loader(N_VALID - 3 * i, 2 + i) for i in range(valid)]
     return make_loader(N_TRAIN, 1, shuffle=True), own[0] if valid == 1 else own
+
+
+class Stream(IterableDataset[Any]):
+    "Samples without a number."
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_loader(N_TRAIN, 1).dataset)
+
+
+def streams() -> tuple[Any, Any]:
+    g = torch.Generator().manual_seed(1)
+    return DataLoader(Stream(), BATCH, generator=g), loaders()[1]
 
 
 def global_loaders() -> tuple[Any, Any]:
