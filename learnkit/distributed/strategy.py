@@ -161,8 +161,8 @@ class SeveralProcesses(SingleProcess):
     def add_own_state(self, learn: Learner, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint with each rank's own state added.
 
-        A rank's own state is its random generators, its position in the data, and the states of callbacks and the
-        gradients that differ from the first rank's."""
+        A rank's own state is its random generators and those of its modules, its position in the data, and the states
+        of callbacks and the gradients that differ from the first rank's."""
         return {**state, 'processes': gather_rank_states(state, learn.world)}
 
     @override
@@ -170,10 +170,11 @@ class SeveralProcesses(SingleProcess):
         """Return a checkpoint in which this rank's own state replaces the first rank's.
 
         From a checkpoint of another number of ranks, all ranks restore the first rank's state, except for its random
-        generators."""
+        generators, and the mean of the gradients."""
         world = learn.world
         rank_states = resume.state.get('processes', [{}])
         if len(rank_states) != world.size:
+            super().take_own_state(learn, resume)
             if not world.is_first:
                 # ranks must not draw the same random numbers
                 resume.state = {**resume.state, 'rng': capture_rng()}
@@ -219,7 +220,7 @@ def gather_rank_states(
         for name, states in own_states.items()
     }
     first = world.broadcast(digests)
-    own = {'rng': state['rng'], 'position': state['position']}
+    own = {name: state[name] for name in ('rng', 'position', 'generators')}
     for name, states in own_states.items():
         own[name] = {
             key: value
