@@ -129,8 +129,9 @@ class LoaderPosition:
             now['own'] = _without_samplers(now['own'])
             now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
-        if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
-            state = _loader_state(self.dl)
+        dl = _unshard(self.dl) if self.start is None else self.dl
+        if _has_state(dl) and (self.start is not None or not isinstance(dl, DataLoader)):
+            state = _loader_state(dl)
             if state is not None:
                 now['loader'] = deepcopy(to_plain(state, f'The state of {type(self.dl).__name__}'))
         return {
@@ -214,7 +215,11 @@ class LoaderPosition:
             with preserved_rng():
                 _skip(dl, self.n_before)
         if 'loader' in self._own_state:
-            dl.load_state_dict(deepcopy(self._own_state['loader']))
+            loader = _unshard(dl)
+            loader.load_state_dict(deepcopy(self._own_state['loader']))
+            if hasattr(loader, 'restart_on_stop_iteration'):
+                with _preserved(dl):
+                    next(_iterate_rest(loader), None)
         _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
@@ -243,7 +248,7 @@ class LoaderPosition:
             elif 'loader' in self._own_state and not self._must_replay():
                 _restore(dl, self.start)  # the loader may draw its order again
                 dl.load_state_dict(deepcopy(self._own_state['loader']))
-                batches = iter(dl)
+                batches = _iterate_rest(dl)
             else:
                 return self._replay(n)
             _restore_own_state(dl, self._own_state)
@@ -332,6 +337,19 @@ def _loader_state(dl: Any) -> Any:
 
 def _unshard(dl: Any) -> Any:
     return dl.source if isinstance(dl, Shard) else dl
+
+def _iterate_rest(dl: Any) -> Iterator[Any]:
+    """Return the batches that remain after `load_state_dict`.
+
+    At the end of an epoch, the `Loader` of torchdata.nodes would start the next one, and draw its order twice."""
+    if not getattr(dl, 'restart_on_stop_iteration', False):
+        return iter(dl)
+    dl.restart_on_stop_iteration = False
+    try:
+        return iter(dl)
+    finally:
+        dl.restart_on_stop_iteration = True
+
 
 
 def describe_drawn(dl: Any) -> dict[str, Any]:
