@@ -103,6 +103,9 @@ class LoaderPosition:
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
+            ranks = _count_ranks(self.dl)
+            if state.get('ranks', ranks) != ranks:
+                self._own_state = _without_order(state['now'])
             self.start = state['start']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
@@ -126,19 +129,19 @@ class LoaderPosition:
         Raises `OptionError` for a loader whose own state would not load safely."""
         now = _capture(self.dl)
         if self.n_workers and self.start is not None:
-            now['own'] = _without_samplers(now['own'])
-            now['counts'] = _without_samplers(now['counts'])
+            now = _without_samplers(now)
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
         dl = _unshard(self.dl) if self.start is None else self.dl
         if _has_state(dl) and (self.start is not None or not isinstance(dl, DataLoader)):
             state = _loader_state(dl)
             if state is not None:
-                now['loader'] = deepcopy(to_plain(state, f'The state of {type(self.dl).__name__}'))
+                now['loader'] = deepcopy(to_plain(state, f'The state of {type(dl).__name__}'))
         return {
             'loader': self.first,
             'drawn': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
+            'ranks': _count_ranks(self.dl),
             'start': self.start,
             'now': now,
             'workers': self.workers,
@@ -245,7 +248,7 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._own_state and not self._must_replay():
+            elif self._own_state.get('loader') is not None and not self._must_replay():
                 _restore(dl, self.start)  # the loader may draw its order again
                 dl.load_state_dict(deepcopy(self._own_state['loader']))
                 batches = _iterate_rest(dl)
@@ -335,9 +338,6 @@ def _loader_state(dl: Any) -> Any:
         return None
 
 
-def _unshard(dl: Any) -> Any:
-    return dl.source if isinstance(dl, Shard) else dl
-
 def _iterate_rest(dl: Any) -> Iterator[Any]:
     """Return the batches that remain after `load_state_dict`.
 
@@ -350,6 +350,13 @@ def _iterate_rest(dl: Any) -> Iterator[Any]:
     finally:
         dl.restart_on_stop_iteration = True
 
+
+def _unshard(dl: Any) -> Any:
+    return dl.source if isinstance(dl, Shard) else dl
+
+
+def _count_ranks(dl: Any) -> int:
+    return dl.spec.size if isinstance(dl, Shard) else 1
 
 
 def describe_drawn(dl: Any) -> dict[str, Any]:
@@ -373,6 +380,47 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     _compare(state['loader'], describe_drawn(dl))
 
 
+def count_in_batches(
+    dl: Any,  # the training loader
+    state: Mapping[str, Any],  # return value of `LoaderPosition.state_dict`
+    is_same_step: bool,  # whether an optimizer step has as many samples as the saved run's
+) -> Mapping[str, Any]:
+    """Return a position counted in batches of a loader, whose size may differ if a step has as many samples.
+
+    Raises `CheckpointError` for a loader that differs otherwise, and for a position within one of its batches."""
+    saved = state.get('drawn', state['loader'])
+    now = describe_drawn(dl)
+    old, new = saved.get('batch size'), now['batch size']
+    if old != new and is_same_step and _has_same_samples(dl, saved, now):
+        n, rest = divmod(state['n'] * old, new)
+        if state['n'] == saved['batches']:
+            n, rest = now['batches'], 0
+        if rest:
+            raise CheckpointError(
+                f'The checkpoint was taken after {state["n"]} batches of {old} samples, within a batch of {new}: '
+                f'resume with {old}, or take checkpoints between steps, `Checkpoint(every="100st")`.'
+            )
+        sizes = {name: now[name] for name in ('batches', 'batch size')}
+        state = {
+            **state,
+            'loader': {**state['loader'], **sizes},
+            'drawn': {**saved, **sizes},
+            'n': n,
+            'now': _without_order(state['now']) if state['start'] is not None else state['now'],
+        }
+    check_position(dl, state)
+    return state
+
+
+def _has_same_samples(dl: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    "Return True if an epoch of both loaders may have the same samples, in batches of two sizes."
+    if saved.get('batches') is None or now['batches'] is None:
+        return False
+    old, new = saved['batch size'], now['batch size']
+    surplus = abs(saved['batches'] * old - now['batches'] * new)
+    return surplus == 0 or (surplus < max(old, new) and not getattr(_unshard(dl), 'drop_last', 0))
+
+
 def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
     "Raise `CheckpointError` if a loader is not as the position's was in its epoch."
     with _preserved(dl):
@@ -391,8 +439,8 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differences:
         raise CheckpointError(
             'The training loader is not as it was when the checkpoint was taken: '
-            f'{"; ".join(differences)}. Give the data and the loader that it had, or begin a new fit with '
-            'its weights.'
+            f'{"; ".join(differences)}. Give the data and the batches that it had, as many samples in a step of all '
+            'processes, or begin a new fit with its weights.'
         )
 
 
@@ -438,9 +486,18 @@ def warn_of_missing_generators(
         )
 
 
-def _without_samplers(own: State) -> State:
-    "Drop the generators of samplers, which run ahead of the workers and are restored by drawing again."
-    return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
+def _without_samplers(state: State) -> State:
+    "Drop the state of samplers, which run ahead of the batches and are restored by drawing again."
+    kept = {
+        name: {path: value for path, value in state[name].items() if not belongs_to_sampler(path)}
+        for name in ('own', 'counts')
+    }
+    return {**state, **kept}
+
+
+def _without_order(state: State) -> State:
+    "Drop the state of the order, which batches of another size, or more ranks, draw further ahead."
+    return {**_without_samplers(state), 'loader': None}
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -96,11 +96,26 @@ class SingleProcess:
         return state
 
     def take_own_state(self, learn: Learner, resume: ResumeState) -> ResumeState:
-        "Return a checkpoint in which this rank's own state replaces the first rank's."
+        "Return a checkpoint in which this rank's own state replaces the first rank's, or of other ranks their mean."
+        resume.state = {**resume.state, 'grads': average_grads(resume.state)}
         return resume
 
     def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Restore state that depends on the processes, after the rest of a checkpoint was restored."
+
+
+def average_grads(
+    state: Mapping[str, Any],  # state of a checkpoint
+) -> dict[str, Tensor]:
+    "Return the mean over a checkpoint's ranks of the gradients that no step has used."
+    first: dict[str, Tensor] = state['grads']
+    others = [rank.get('grads', {}) for rank in state.get('processes', ())[1:]]
+    if not any(others):
+        return first
+    return {
+        name: sum((grads.get(name, grad) for grads in others), grad) / (len(others) + 1)
+        for name, grad in first.items()
+    }
 
 
 @cache

@@ -1,112 +1,196 @@
-"""Row 42: a run is resumed with another number of ranks. Each sample comes once an epoch, or the resume is refused."""
+"""Row 42: a killed run is resumed with another number of ranks. It ends as one process would, or is refused."""
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
-from contextlib import nullcontext
+from functools import cache, partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from learnkit import Callback
+from learnkit import Callback, DataLoaders, GradientAccumulation, TensorLoader
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import CheckpointError
 from tests.faults.fault_helpers import others_in_full
-from tests.helpers.distributing import expect_interrupt, make_dls, make_learner
-from tests.helpers.ranks import run_ranks
+from tests.helpers.distributing import make_data, make_learner
+from tests.helpers.ranks import run_ranks, started_ranks
 
-N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
+pytestmark = pytest.mark.dist
+
+N, STEP, EPOCHS = 37, 8, 3  # samples of an epoch and of a step; five steps an epoch
+X, Y = make_data(N)
+DATA = list(zip(X, Y, strict=True))
+
+
+def shuffled(bs: int, **options: Any) -> Any:
+    return DataLoader(DATA, bs, shuffle=True, **options)
+
+
+def by_generator(bs: int, **options: Any) -> Any:
+    return shuffled(bs, generator=torch.Generator().manual_seed(3), **options)
+
+
+def weighted(bs: int) -> Any:
+    return DataLoader(DATA, bs, sampler=WeightedRandomSampler(torch.arange(1.0, N + 1), N))
+
+
+def batches(bs: int) -> Any:
+    rng = torch.Generator().manual_seed(3)
+    return DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=rng), bs, False)
+    )
+
+
+LOADERS: dict[str, Any] = {
+    'tensors': lambda bs: TensorLoader(X, Y, bs=bs, shuffle=True),
+    'tensors, seed': lambda bs: TensorLoader(X, Y, bs=bs, shuffle=True, seed=3),
+    'torch': shuffled,
+    'torch, generator': by_generator,
+    'weighted': weighted,
+    'batch sampler': batches,
+    'workers': partial(by_generator, num_workers=1),
+}
 
 
 def train(
-    rank: int, folder: Path, bs: int, batch_size: str, kind: str, until: int | None = None
+    rank: int,
+    kind: str,
+    n: int,  # number of ranks
+    accumulated: int = 1,  # batches of a step
+    folder: Path | None = None,  # of the checkpoints
+    until: int | None = None,  # batch after which all ranks are killed
+    bs: int = 0,  # batch size, if not of equal steps
+    every: str = '1ba',
+    strategy: str = 'ddp',
+    **options: Any,  # of `learn.distributed`
 ) -> Any:
-    "Train up to a number of batches of this run, and return the trained samples."
-    seen: list[float] = []
-    torch.manual_seed(0)
+    "Train; return the numbers of the samples of each batch on this rank and the weights, or an error's message."
     warnings.filterwarnings('ignore', message='The checkpoint is of')
+    seen: list[list[int]] = []
+    numbers = {float(x): i for i, x in enumerate(X[:, 0])}
 
     def note(cb: Any) -> None:
-        if not cb.training:
-            return
-        own = len(cb.x) if cb.world.size == 1 else cb.dl.share(cb.iter)[0]
-        seen.extend(cb.x[:own, 0].tolist())
+        if cb.training:
+            own = cb.dl.share(cb.iter)[0] if hasattr(cb.dl, 'share') else len(cb.x)
+            seen.append([numbers[float(x)] for x in cb.x[:own, 0]])
 
-    def enough(cb: Any) -> None:
+    def kill(cb: Any) -> None:
         if cb.learn.time.ba == until:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    cbs = [Checkpoint(every='1ba', folder=folder, background=False), Callback(before_batch=note)]
-    learn = make_learner(make_dls(N, bs, kind), cbs=[*cbs, late(enough)])
-    with learn.distributed('ddp', batch_size=batch_size, timeout='300s'):
+    late = Callback(batch_checkpoint=kill)
+    late.order = 2000  # after the checkpoint was written
+    cbs = [Callback(before_batch=note), late, GradientAccumulation(STEP)]
+    if folder is not None:
+        cbs.append(Checkpoint(every, folder, background=False))
+    shares = 1 if options.get('batch_size') == 'global' else n
+    learn = make_learner(
+        DataLoaders(LOADERS[kind](bs or STEP // shares // accumulated), device='cpu'), cbs=cbs
+    )
+    torch.manual_seed(rank if until or folder is None else rank + 50)
+    with learn.distributed(strategy, timeout='300s', **options):
         try:
-            with expect_interrupt() if until else nullcontext():
-                learn.fit(2, resume=True)
+            learn.fit(EPOCHS, resume=folder is not None)
         except CheckpointError as e:
             return str(e)
-    return seen
+        parameters = [p.detach() for p in learn.model.parameters()]
+        full = [p.full_tensor() if hasattr(p, 'full_tensor') else p for p in parameters]
+        return seen, torch.cat([p.reshape(-1) for p in full])
 
 
-def late(f: Any) -> Callback:
-    "Make a callback that runs after the checkpoint was written."
-    cb = Callback(batch_checkpoint=f)
-    cb.order = 2000
-    return cb
+@cache
+def unbroken(kind: str) -> tuple[list[int], Any]:
+    "Return the samples in their order, and the weights, of one process that is not killed."
+    [(seen, trained)] = run_ranks(train, 1, kind, 1)
+    return list(chain.from_iterable(seen)), trained
 
 
-def size(n_ranks: int, batch_size: str) -> int:
-    return BATCH if batch_size == 'global' else BATCH // n_ranks
+def kill(n: int, kind: str, folder: Path, **options: Any) -> None:
+    "Train in `n` processes that kill themselves."
+
+    def job(rank: int) -> None:
+        train(rank, kind, n, folder=folder, **options)
+
+    with started_ranks(job, n) as children:
+        codes = [child.wait(300.0) for child in children]
+    assert codes == [-signal.SIGKILL] * n
 
 
-def both(
-    folder: Path, before: int, after: int, batch_size: str, kind: str, n_batches: int
-) -> list[float]:
-    first = run_ranks(train, before, folder, size(before, batch_size), batch_size, kind, n_batches)
-    then = run_ranks(train, after, folder, size(after, batch_size), batch_size, kind)
-    return [x for seen in (*first, *then) for x in seen]
+def check(
+    kind: str,
+    before: int,  # number of ranks of the killed run
+    after: int,  # number of ranks of the resumed run
+    accumulated: tuple[int, int],  # batches of a step of both
+    until: int,  # batch after which the first run is killed
+    folder: Path,
+    **options: Any,
+) -> None:
+    "Kill a run after a batch, and resume it: the rest is that of one process."
+    kill(before, kind, folder, accumulated=accumulated[0], until=until, **options)
+    job = partial(train, kind=kind, n=after, accumulated=accumulated[1], folder=folder, **options)
+    ranks = run_ranks(job, after)
+    expected, trained = unbroken(kind)
+    rounds = zip(*(seen for seen, _ in ranks), strict=True)
+    samples = list(chain.from_iterable(chain.from_iterable(rounds)))
+    epochs, n_drawn = divmod(until, -(-N * accumulated[0] // STEP))
+    assert samples == expected[epochs * N + n_drawn * STEP // accumulated[0] :]
+    for _, w in ranks:
+        assert (w - trained).abs().max() < 1e-6
+
+
+PAIRS = list(product((1, 2, 4), repeat=2))
+SOME = [
+    ('torch, generator', 1, 2, (1, 1), 4),
+    ('weighted', 2, 1, (2, 2), 13),  # between two batches of a step
+    ('tensors', 2, 1, (1, 2), 7),
+    ('torch', 1, 2, (2, 1), 14),
+]
+OTHERS = [
+    (kind, *pair, accumulated, 9 * accumulated[0] - (accumulated == (2, 2)))
+    for kind in LOADERS
+    for pair in PAIRS
+    for accumulated in ((1, 1), (2, 2), (1, 2), (2, 1))
+    if kind != 'workers' or accumulated == (1, 1)
+    if kind != 'batch sampler' or accumulated[0] == accumulated[1]  # its batch size is unknown
+]
 
 
 @pytest.mark.parametrize(
-    ('before', 'after', 'batch_size', 'kind'),
-    others_in_full(
-        [
-            (before, 3 - before, size, kind)
-            for before in (2, 1)
-            for size in ('process', 'global')
-            for kind in ('tensors', 'torch')
-        ],
-        lambda *case: case in ((2, 1, 'process', 'tensors'), (1, 2, 'global', 'torch')),
-    ),
+    ('kind', 'before', 'after', 'accumulated', 'until'),
+    others_in_full([*SOME, *OTHERS], lambda *case: case in SOME),
 )
-def test_each_sample_once_an_epoch(
-    before: int, after: int, batch_size: str, kind: str, tmp_path: Path
+def test_the_rest_is_that_of_one_process(
+    kind: str, before: int, after: int, accumulated: tuple[int, int], until: int, tmp_path: Path
 ) -> None:
-    seen = both(tmp_path, before, after, batch_size, kind, 2)
-    assert sorted(seen) == sorted(2 * make_dls(N).train.tensors[0][:, 0].tolist())
-
-
-def test_batches_of_another_size_are_refused(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, 6, 'process', 'tensors', 2)
-    (text,) = run_ranks(train, 1, tmp_path, 6, 'process', 'tensors')
-    assert 'batch size' in text and '12' in text and '6' in text
-
-
-def test_between_epochs_any_size_will_do_that_fits_the_loader(tmp_path: Path) -> None:
-    seen = both(tmp_path, 2, 1, 'process', 'tensors', 4)  # the epoch has four batches
-    assert sorted(seen) == sorted(2 * make_dls(N).train.tensors[0][:, 0].tolist())
+    check(kind, before, after, accumulated, until, tmp_path)
 
 
 @pytest.mark.full
-def test_every_place_and_numbers_up_to_four(tmp_path: Path) -> None:
-    n_tried, once = 0, sorted(2 * make_dls(N).train.tensors[0][:, 0].tolist())
-    for before in (1, 2, 3, 4):
-        for after in (1, 2, 3, 4):
-            for n in range(1, 8):
-                path = tmp_path / f'{before}{after}{n}'
-                assert sorted(both(path, before, after, 'process', 'torch', n)) == once
-                n_tried += 1
-    print(
-        f'row 42: {n_tried} resumes, from and to 1, 2, 3 and 4 processes, after each of 7 batches'
-    )
+@pytest.mark.parametrize('pair', PAIRS)
+@pytest.mark.parametrize('options', [{'strategy': 'fsdp'}, {'batch_size': 'global'}])
+def test_shards_and_batches_of_all_ranks(
+    pair: tuple[int, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    check('torch, generator', *pair, (2, 2), 13, tmp_path, **options)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    'other steps': ({'until': 3}, {'bs': 3}, 'batches 5, now 13; batch size 8, now 3'),
+    'within a batch': ({'until': 3, 'accumulated': 2}, {}, 'after 3 batches of 4 samples, within'),
+    'within a step': ({'until': 2, 'accumulated': 4}, {'accumulated': 2}, 'batches of one step'),
+    'own data': ({'until': 3, 'sharded_already': True}, {}, 'epoch of 2 processes, now 1'),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_what_differs_is_refused_before_the_first_batch(case: str, tmp_path: Path) -> None:
+    first, then, message = REFUSED[case]
+    kill(2, 'torch', tmp_path, **first)
+    [text] = run_ranks(lambda rank: train(rank, 'torch', 1, folder=tmp_path, **then), 1)
+    assert message in text
