@@ -152,6 +152,10 @@ class GradientAccumulation(Callback):
         n = self.learn.parts.strategy.count_samples(self.learn)
         return self._is_due(total.n_samples + n, total.n_batches + 1)
 
+    def samples_per_step(self, bs: int) -> int:
+        "Return the number of samples of a step, of batches of `bs` samples."
+        return bs * (self.batches or -(-self.n_acc // bs))
+
     def _is_due(self, n_samples: int, n_batches: int) -> bool:
         return n_samples >= self.n_acc if self.batches is None else n_batches >= self.batches
 

@@ -48,7 +48,8 @@ from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain, identify_memory, to_plain
 from learnkit.core.random import capture_own, capture_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
-from learnkit.data.position import check_position, warn_of_missing_generators
+from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
+from learnkit.data.shard import Shard
 from learnkit.distributed.dtensor import (
     distribute_like,
     gather_full_state,
@@ -148,6 +149,7 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         **{name: getattr(learn, name) for name in COUNTERS},
         'place': point,
         'n_drawn': n_drawn,
+        'step': _samples_per_step(learn) if point else None,
         'stage': learn.stage,
         'n_iter': learn.n_iter,
         'n_epoch': learn.n_epoch,
@@ -244,9 +246,7 @@ def begin_resume(learn: Learner, resume: ResumeState) -> None:
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.parts.resuming = learn.parts.strategy.take_own_state(learn, resume)
     _check_fits(learn, r)
-    position = r.state['position']
-    if position is not None:
-        check_position(learn.dls.train, position)
+    _fit_position(learn, r)
     _load_weights(learn, r)
     if r.path is not None and learn.logger is not noop:
         print(f'Resuming from {r.path}, {_describe_next(learn, r)}')
@@ -254,6 +254,50 @@ def begin_resume(learn: Learner, resume: ResumeState) -> None:
     if r.at == 'batch':
         r.next_batch = r.loop['n_drawn']
     _warn_of_differences(learn, r)
+
+
+def _fit_position(learn: Learner, r: ResumeState) -> None:
+    """Count the position in batches of this run, which may have another size if a step has as many samples.
+
+    Raises `CheckpointError` if the data cannot be resumed by these processes."""
+    saved = r.state['position']
+    if saved is None:
+        return
+    n_saved, n = len(r.state.get('processes', [{}])), learn.world.size
+    was_split = n_saved == 1 or saved.get('ranks') != 1
+    is_split = n == 1 or isinstance(learn.dls.train, Shard)
+    if r.at == 'batch' and n_saved != n and not (was_split and is_split):
+        raise CheckpointError(
+            f'The checkpoint was taken within an epoch of {n_saved} processes, now {n}, and the loaders give each '
+            f'process its own data: start {n_saved}, or resume from the end of an epoch.'
+        )
+    step = _samples_per_step(learn)
+    position = count_in_batches(
+        learn.dls.train, saved, step is not None and step == r.loop.get('step')
+    )
+    if r.at != 'batch' or position is saved:
+        r.state = {**r.state, 'position': position}
+        return
+    if r.state['grads']:
+        raise CheckpointError(
+            'The checkpoint was taken between two batches of one step, and batches have another size now: keep the '
+            'size, or take checkpoints between steps, `Checkpoint(every="100st")`.'
+        )
+    n_drawn, n_iter = position['n'], position['drawn']['batches']
+    loop = {**r.loop, 'n_drawn': n_drawn, 'iter': n_drawn - 1, 'n_iter': n_iter}
+    if loop['n_epoch']:
+        loop['pct_train'] = (loop['epoch'] + n_drawn / n_iter) / loop['n_epoch']
+    r.state = {**r.state, 'position': position, 'loop': loop}
+
+
+def _samples_per_step(learn: Learner) -> int | None:
+    "Return the number of samples of an optimizer step over all ranks, or None if it is unknown."
+    bs: int | None = describe_drawn(learn.dls.train)['batch size']
+    for cb in learn.cbs:
+        count = declared(cb, 'samples_per_step')
+        if bs is not None and count is not None:
+            bs = count(bs)
+    return bs
 
 
 def _warn_of_differences(learn: Learner, r: ResumeState) -> None:
@@ -272,11 +316,18 @@ def _warn_of_differences(learn: Learner, r: ResumeState) -> None:
             'on, restore it with `learn.load_checkpoint_state(state)`, and fit without `resume`.'
         )
     n_processes = len(r.state.get('processes', [{}]))
-    if r.at != 'epoch' and n_processes != learn.world.size:
+    if r.at == 'epoch' or n_processes == learn.world.size:
+        return
+    sizes = describe_drawn(learn.dls.train)
+    if sizes['batches'] is None and sizes['batch size'] is None:
         warn_user(
-            f'The checkpoint is of {n_processes} processes, this run has {learn.world.size}: the metrics of this epoch '
-            "so far are the first process's."
+            f'The batch size of {sizes["type"]} is not known. {learn.world.size} processes resume exactly only if a '
+            f'batch of all has as many samples as of {n_processes}.'
         )
+    warn_user(
+        f'The checkpoint is of {n_processes} processes, this run has {learn.world.size}: the metrics of this epoch '
+        "so far are the first process's."
+    )
 
 
 def _describe_next(learn: Learner, r: ResumeState) -> str:

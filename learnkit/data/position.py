@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Self
-from unittest.mock import patch
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -104,6 +103,9 @@ class LoaderPosition:
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
+            ranks = _count_ranks(self.dl)
+            if state.get('ranks', ranks) != ranks:
+                self._own_state = _without_order(state['now'])
             self.start = state['start']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
@@ -126,19 +128,20 @@ class LoaderPosition:
 
         Raises `OptionError` for a loader whose own state would not load safely."""
         now = _capture(self.dl)
-        if self.start is not None and (self.n_workers or _has_index_lists(self.dl)):
-            now['own'] = _without_samplers(now['own'])
-            now['counts'] = _without_samplers(now['counts'])
+        if self.n_workers and self.start is not None:
+            now = _without_samplers(now)
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
-        if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
-            state = _loader_state(self.dl)
+        dl = _unshard(self.dl) if self.start is None else self.dl
+        if _has_state(dl) and (self.start is not None or not isinstance(dl, DataLoader)):
+            state = _loader_state(dl)
             if state is not None:
-                now['loader'] = deepcopy(to_plain(state, f'The state of {type(self.dl).__name__}'))
+                now['loader'] = deepcopy(to_plain(state, f'The state of {type(dl).__name__}'))
         return {
             'loader': self.first,
             'drawn': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
+            'ranks': _count_ranks(self.dl),
             'start': self.start,
             'now': now,
             'workers': self.workers,
@@ -215,10 +218,12 @@ class LoaderPosition:
         if isinstance(dl, Iterator):
             with preserved_rng():
                 _skip(dl, self.n_before)
-        if 'loader' in self._own_state and _has_state(dl):
-            dl.load_state_dict(deepcopy(self._own_state['loader']))
-            with _preserved(dl):
-                iter(dl)  # uses the state up: a loader of torchdata.nodes draws the old order again
+        if 'loader' in self._own_state:
+            loader = _unshard(dl)
+            loader.load_state_dict(deepcopy(self._own_state['loader']))
+            if hasattr(loader, 'restart_on_stop_iteration'):
+                with _preserved(dl):
+                    next(_iterate_rest(loader), None)
         _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
@@ -244,12 +249,10 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._own_state and _has_state(dl) and not self._must_replay():
+            elif self._own_state.get('loader') is not None and not self._must_replay():
                 _restore(dl, self.start)  # the loader may draw its order again
                 dl.load_state_dict(deepcopy(self._own_state['loader']))
-                # after its last batch, a loader of torchdata.nodes would start the next epoch
-                with patch.object(dl, 'restart_on_stop_iteration', False, create=True):
-                    batches = iter(dl)
+                batches = _iterate_rest(dl)
             else:
                 return self._replay(n)
             _restore_own_state(dl, self._own_state)
@@ -336,8 +339,25 @@ def _loader_state(dl: Any) -> Any:
         return None
 
 
+def _iterate_rest(dl: Any) -> Iterator[Any]:
+    """Return the batches that remain after `load_state_dict`.
+
+    At the end of an epoch, the `Loader` of torchdata.nodes would start the next one, and draw its order twice."""
+    if not getattr(dl, 'restart_on_stop_iteration', False):
+        return iter(dl)
+    dl.restart_on_stop_iteration = False
+    try:
+        return iter(dl)
+    finally:
+        dl.restart_on_stop_iteration = True
+
+
 def _unshard(dl: Any) -> Any:
     return dl.source if isinstance(dl, Shard) else dl
+
+
+def _count_ranks(dl: Any) -> int:
+    return dl.spec.size if isinstance(dl, Shard) else 1
 
 
 def describe_drawn(dl: Any) -> dict[str, Any]:
@@ -361,6 +381,47 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     _compare(state['loader'], describe_drawn(dl))
 
 
+def count_in_batches(
+    dl: Any,  # the training loader
+    state: Mapping[str, Any],  # return value of `LoaderPosition.state_dict`
+    is_same_step: bool,  # whether an optimizer step has as many samples as the saved run's
+) -> Mapping[str, Any]:
+    """Return a position counted in batches of a loader, whose size may differ if a step has as many samples.
+
+    Raises `CheckpointError` for a loader that differs otherwise, and for a position within one of its batches."""
+    saved = state.get('drawn', state['loader'])
+    now = describe_drawn(dl)
+    old, new = saved.get('batch size'), now['batch size']
+    if old != new and is_same_step and _has_same_samples(dl, saved, now):
+        n, rest = divmod(state['n'] * old, new)
+        if state['n'] == saved['batches']:
+            n, rest = now['batches'], 0
+        if rest:
+            raise CheckpointError(
+                f'The checkpoint was taken after {state["n"]} batches of {old} samples, within a batch of {new}: '
+                f'resume with {old}, or take checkpoints between steps, `Checkpoint(every="100st")`.'
+            )
+        sizes = {name: now[name] for name in ('batches', 'batch size')}
+        state = {
+            **state,
+            'loader': {**state['loader'], **sizes},
+            'drawn': {**saved, **sizes},
+            'n': n,
+            'now': _without_order(state['now']) if state['start'] is not None else state['now'],
+        }
+    check_position(dl, state)
+    return state
+
+
+def _has_same_samples(dl: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    "Return True if an epoch of both loaders may have the same samples, in batches of two sizes."
+    if saved.get('batches') is None or now['batches'] is None:
+        return False
+    old, new = saved['batch size'], now['batch size']
+    surplus = abs(saved['batches'] * old - now['batches'] * new)
+    return surplus == 0 or (surplus < max(old, new) and not getattr(_unshard(dl), 'drop_last', 0))
+
+
 def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
     "Raise `CheckpointError` if a loader is not as the position's was in its epoch."
     with _preserved(dl):
@@ -379,8 +440,8 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differences:
         raise CheckpointError(
             'The training loader is not as it was when the checkpoint was taken: '
-            f'{"; ".join(differences)}. Give the data and the loader that it had, or begin a new fit with '
-            'its weights.'
+            f'{"; ".join(differences)}. Give the data and the batches that it had, as many samples in a step of all '
+            'processes, or begin a new fit with its weights.'
         )
 
 
@@ -426,9 +487,18 @@ def warn_of_missing_generators(
         )
 
 
-def _without_samplers(own: State) -> State:
-    "Drop the state of samplers, which are ahead of the batches, and are restored by drawing the order again."
-    return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
+def _without_samplers(state: State) -> State:
+    "Drop the state of samplers, which run ahead of the batches and are restored by drawing again."
+    kept = {
+        name: {path: value for path, value in state[name].items() if not belongs_to_sampler(path)}
+        for name in ('own', 'counts')
+    }
+    return {**state, **kept}
+
+
+def _without_order(state: State) -> State:
+    "Drop the state of the order, which batches of another size, or more ranks, draw further ahead."
+    return {**_without_samplers(state), 'loader': None}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.model import call_module
-from learnkit.core.random import preserved_rng
+from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.distributed.dtensor import reshard
 from learnkit.engine.loss import call_model
 
@@ -124,7 +124,7 @@ class Replicas(Parallelism):
         for p, _ in grads:
             p.grad = None  # the pass must not add to accumulated gradients
         try:
-            with preserved_rng(), torch.enable_grad():
+            with preserved_rng(), preserved_generators(learn.model), torch.enable_grad():
                 out = unpack_output(apply_model(self.wrapped, learn.xb))
                 sums = [t.float().sum() for t in tensors_in(out) if t.requires_grad]
                 (0 * torch.stack(sums).sum()).backward()

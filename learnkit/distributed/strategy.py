@@ -220,7 +220,7 @@ def gather_rank_states(
         for name, states in own_states.items()
     }
     first = world.broadcast(digests)
-    own = {'rng': state['rng'], 'position': state['position']}
+    own = {name: state[name] for name in ('rng', 'position')}
     for name, states in own_states.items():
         own[name] = {
             key: value

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from learnkit import TensorLoader
 from learnkit.core.errors import CheckpointError, OptionError
@@ -24,6 +24,7 @@ from tests.helpers.positions import (
     Items,
     N,
     OwnSeed,
+    SetEpochSampler,
     Stream,
     check,
     digest_generators,
@@ -226,6 +227,24 @@ def test_stateful_dataloader_with_workers() -> None:
 
 def test_stateful_dataloader_with_persistent_workers() -> None:
     check(stateful(workers=2, shuffle=True, persistent_workers=True), [3, 'end'], epochs=3)
+
+
+class ByEpoch(SetEpochSampler):
+    "Shuffles by the epoch that its loader sets."
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+@pytest.mark.parametrize('sampler', [lambda seed: RandomSampler(range(N)), OwnSeed, ByEpoch])
+def test_a_loader_of_nodes_draws_each_order_once(sampler: Callable[[int], Any]) -> None:
+    nodes = pytest.importorskip('torchdata.nodes')
+
+    def make(seed: int) -> Any:
+        indices = nodes.Batcher(nodes.SamplerWrapper(sampler(seed)), BS, drop_last=False)
+        return nodes.Loader(nodes.Mapper(indices, torch.tensor))
+
+    check(make, STOP_POINTS, epochs=3)
 
 
 class WithState:

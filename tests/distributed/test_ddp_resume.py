@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from learnkit import Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
@@ -30,6 +31,18 @@ class Break(Callback):
     def batch_checkpoint(self) -> None:
         if self.learn.time.ba == self.n:
             raise KeyboardInterrupt
+
+
+class Jitter(nn.Module):
+    "Add noise from a generator of its own, which differs by process."
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=self.rng, dtype=x.dtype)
+        return x + noise if self.training else x
 
 
 def make(

@@ -1,40 +1,59 @@
-"""Row 42: a run is resumed with another number of ranks. It ends with the weights of one process, or is refused."""
+"""Row 42: a killed run is resumed with another number of ranks. It ends as one process would, or is refused."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import signal
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     Sampler,
-    TensorDataset,
-    WeightedRandomSampler as Weighted,
+    WeightedRandomSampler,
 )
 
-from learnkit import Callback, DataLoaders, Learner, TensorLoader
-from learnkit.callbacks import Checkpoint, GradientAccumulation
+from learnkit import Callback, DataLoaders, GradientAccumulation, TensorLoader
+from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import CheckpointError
+from tests.faults.fault_helpers import others_in_full
+from tests.helpers.distributing import make_data, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks
 
-N, PER_STEP = 40, 8  # samples of an epoch, and of a step over all ranks
-G = torch.Generator().manual_seed(1)
-X = torch.randn(N, 5, generator=G)
-X[:, 0] = torch.arange(N) / 10  # the number of the sample
-ROWS = TensorDataset(X, (X.sum(1) > 0).long())
+pytestmark = pytest.mark.dist
+
+N, STEP, EPOCHS = 37, 8, 3  # samples of an epoch and of a step; five steps an epoch
+X, Y = make_data(N)
+DATA = list(zip(X, Y, strict=True))
+
+
+def shuffled(bs: int, **options: Any) -> Any:
+    return DataLoader(DATA, bs, shuffle=True, **options)
+
+
+def by_generator(bs: int, **options: Any) -> Any:
+    return shuffled(bs, generator=torch.Generator().manual_seed(3), **options)
+
+
+def weighted(bs: int) -> Any:
+    return DataLoader(DATA, bs, sampler=WeightedRandomSampler(torch.arange(1.0, N + 1), N))
+
+
+def batches(bs: int) -> Any:
+    rng = torch.Generator().manual_seed(3)
+    return DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=rng), bs, False)
+    )
 
 
 class Permuted(Sampler[int]):
@@ -53,140 +72,167 @@ class Permuted(Sampler[int]):
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter([ROWS[i] for i in torch.randperm(N)])
+        return iter([DATA[i] for i in torch.randperm(N)])
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-WEIGHTS = torch.arange(1.0, N + 1)
-LOADERS: dict[str, Callable[[int], Any]] = {
-    'tensors': lambda bs: TensorLoader(*ROWS.tensors, bs=bs, shuffle=True, seed=3),
-    'torch': lambda bs: DataLoader(ROWS, bs, shuffle=True),
-    'generator': lambda bs: DataLoader(ROWS, bs, shuffle=True, generator=seeded()),
-    'weighted': lambda bs: DataLoader(ROWS, bs, sampler=Weighted(WEIGHTS, N)),
-    'weighted by a generator': lambda bs: DataLoader(
-        ROWS, bs, sampler=Weighted(WEIGHTS, N, generator=seeded())
-    ),
-    'a sampler': lambda bs: DataLoader(ROWS, bs, sampler=Permuted()),
-    'workers': lambda bs: DataLoader(ROWS, bs, shuffle=True, num_workers=1),
-    'a list': lambda bs: list(DataLoader(ROWS, bs)),
-    'a stream': lambda bs: DataLoader(Stream(), bs),
-    'stateful': lambda bs: make_stateful(bs),
-}
-
-
-def make_stateful(bs: int) -> Any:
+def stateful(bs: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # it calls a deprecated function of torch
-        return StatefulDataLoader(ROWS, bs, shuffle=True)
+        return StatefulDataLoader(DATA, bs, shuffle=True)
+
+
+LOADERS: dict[str, Any] = {
+    'tensors': lambda bs: TensorLoader(X, Y, bs=bs, shuffle=True),
+    'tensors, seed': lambda bs: TensorLoader(X, Y, bs=bs, shuffle=True, seed=3),
+    'torch': shuffled,
+    'torch, generator': by_generator,
+    'weighted': weighted,
+    'batch sampler': batches,
+    'workers': partial(by_generator, num_workers=1),
+    'sampler': lambda bs: DataLoader(DATA, bs, sampler=Permuted()),
+    'list': lambda bs: list(DataLoader(DATA, bs)),
+    'stream': lambda bs: DataLoader(Stream(), bs),
+    'stateful': stateful,
+}
+OF_ONE_SIZE = ('batch sampler', 'list', 'stream', 'stateful')  # batches cannot change their size
 
 
 def train(
     rank: int,
-    folder: Path | None,
     kind: str,
-    bs: int,
-    n_batches: int = 1,  # batches of a step
-    until: int | None = None,  # batch after which the process kills itself
-    **options: Any,
+    n: int,  # number of ranks
+    accumulated: int = 1,  # batches of a step
+    folder: Path | None = None,  # of the checkpoints
+    until: int | None = None,  # batch after which all ranks are killed
+    bs: int = 0,  # batch size, if not of equal steps
+    every: str = '1ba',
+    strategy: str = 'ddp',
+    **options: Any,  # of `learn.distributed`
 ) -> Any:
-    "Train to the end or to the kill, and return the weights and the samples of this run's batches."
+    "Train; return the numbers of the samples of each batch on this rank and the weights, or an error's message."
     warnings.filterwarnings('ignore', message='The checkpoint is of')
     seen: list[list[int]] = []
+    numbers = {float(x): i for i, x in enumerate(X[:, 0])}
 
     def note(cb: Any) -> None:
         if cb.training:
-            own = len(cb.x) if cb.world.size == 1 else cb.dl.share(cb.iter)[0]
-            seen.append(cb.x[:own, 0].mul(10).round().int().tolist())
+            own = cb.dl.share(cb.iter)[0] if hasattr(cb.dl, 'share') else len(cb.x)
+            seen.append([numbers[float(x)] for x in cb.x[:own, 0]])
 
-    def die(cb: Any) -> None:
+    def kill(cb: Any) -> None:
         if cb.learn.time.ba == until:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    killer = Callback(batch_checkpoint=die)
-    killer.order = 2000  # after the checkpoint
-    cbs = [Callback(before_batch=note), killer, GradientAccumulation(PER_STEP)]
+    late = Callback(batch_checkpoint=kill)
+    late.order = 2000  # after the checkpoint was written
+    cbs = [Callback(before_batch=note), late, GradientAccumulation(STEP)]
     if folder is not None:
-        cbs.append(Checkpoint('1ba', folder))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 2))
-    dls = DataLoaders(LOADERS[kind](bs // n_batches), DataLoader(ROWS, 16), device='cpu')
-    learn = Learner(dls, model, F.cross_entropy, torch.optim.AdamW, lr=1e-2, cbs=cbs)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    with learn.distributed(options.pop('strategy', 'ddp'), timeout='300s', **options):
+        cbs.append(Checkpoint(every, folder, background=False))
+    shares = 1 if options.get('batch_size') == 'global' else n
+    learn = make_learner(
+        DataLoaders(LOADERS[kind](bs or STEP // shares // accumulated), device='cpu'), cbs=cbs
+    )
+    torch.manual_seed(rank if until or folder is None else rank + 50)
+    with learn.distributed(strategy, timeout='300s', **options):
         try:
-            learn.fit(3, resume=folder is not None)
+            learn.fit(EPOCHS, resume=folder is not None)
         except CheckpointError as e:
             return str(e)
-        weights = learn.model.state_dict().values()
-        full = [getattr(w, 'full_tensor', lambda w=w: w)().detach().reshape(-1) for w in weights]
-    return torch.cat(full), seen
+        parameters = [p.detach() for p in learn.model.parameters()]
+        full = [p.full_tensor() if hasattr(p, 'full_tensor') else p for p in parameters]
+        return seen, torch.cat([p.reshape(-1) for p in full])
 
 
-def compare(
-    folder: Path, before: int, after: int, kind: str, until: int, n_batches: int = 1, **options: Any
-) -> float:
-    "Kill ranks, resume with others, check the samples, and return the largest difference of a weight."
-    expected, order = run_ranks(lambda r: train(r, None, kind, PER_STEP, n_batches), 1)[0]
+@cache
+def unbroken(kind: str) -> tuple[list[int], Any]:
+    "Return the samples in their order, and the weights, of one process that is not killed."
+    [(seen, trained)] = run_ranks(train, 1, kind, 1)
+    return list(chain.from_iterable(seen)), trained
 
-    def job(rank: int, n: int, until: int | None) -> Any:
-        return train(rank, folder, kind, PER_STEP // n, n_batches, until, **options)
 
-    with started_ranks(job, before, before, until) as children:
-        while all(child.poll() is None for child in children):
-            time.sleep(0.01)
-        assert -signal.SIGKILL in [child.poll() for child in children]
-    results = run_ranks(job, after, after, None)
-    n_resumed = len(results[0][1])
-    batches = zip(*(seen for _, seen in results), strict=True)
-    found = [sorted(itertools.chain(*parts)) for parts in batches]
-    per_step = list(map(sorted, order))[-n_resumed:]
-    assert found == per_step and 0 < n_resumed < len(order)
-    difference: Tensor = (results[0][0] - expected).abs().max()
-    return difference.item()
+def kill(n: int, kind: str, folder: Path, **options: Any) -> None:
+    "Train in `n` processes that kill themselves."
+
+    def job(rank: int) -> None:
+        train(rank, kind, n, folder=folder, **options)
+
+    with started_ranks(job, n) as children:
+        codes = [child.wait(300.0) for child in children]
+    assert codes == [-signal.SIGKILL] * n
+
+
+def check(
+    kind: str,
+    before: int,  # number of ranks of the killed run
+    after: int,  # number of ranks of the resumed run
+    accumulated: tuple[int, int],  # batches of a step of both
+    until: int,  # batch after which the first run is killed
+    folder: Path,
+    **options: Any,
+) -> None:
+    "Kill a run after a batch, and resume it: the rest is that of one process."
+    kill(before, kind, folder, accumulated=accumulated[0], until=until, **options)
+    job = partial(train, kind=kind, n=after, accumulated=accumulated[1], folder=folder, **options)
+    ranks = run_ranks(job, after)
+    expected, trained = unbroken(kind)
+    rounds = zip(*(seen for seen, _ in ranks), strict=True)
+    samples = list(chain.from_iterable(chain.from_iterable(rounds)))
+    epochs, n_drawn = divmod(until, -(-N * accumulated[0] // STEP))
+    assert samples == expected[epochs * N + n_drawn * STEP // accumulated[0] :]
+    for _, w in ranks:
+        assert (w - trained).abs().max() < 1e-6
+
+
+PAIRS = list(product((1, 2, 4), repeat=2))
+SOME = [
+    ('torch, generator', 1, 2, (1, 1), 4),
+    ('weighted', 2, 1, (2, 2), 13),  # between two batches of a step
+    ('tensors', 2, 1, (1, 2), 7),
+    ('torch', 1, 2, (2, 1), 14),
+    ('stateful', 1, 2, (1, 1), 7),
+]
+OTHERS = [
+    (kind, *pair, accumulated, 9 * accumulated[0] - (accumulated == (2, 2)))
+    for kind in LOADERS
+    for pair in PAIRS
+    for accumulated in ((1, 1), (2, 2), (1, 2), (2, 1))
+    if kind != 'workers' or accumulated == (1, 1)
+    if kind not in OF_ONE_SIZE or accumulated[0] == accumulated[1]
+]
 
 
 @pytest.mark.parametrize(
-    ('before', 'after', 'kind', 'n_batches'),
-    [(2, 1, 'generator', 2), (1, 2, 'torch', 1), (2, 1, 'a sampler', 1), (1, 2, 'stateful', 2)],
+    ('kind', 'before', 'after', 'accumulated', 'until'),
+    others_in_full([*SOME, *OTHERS], lambda *case: case in SOME),
 )
-def test_it_ends_as_one_process(
-    before: int, after: int, kind: str, n_batches: int, tmp_path: Path
+def test_the_rest_is_that_of_one_process(
+    kind: str, before: int, after: int, accumulated: tuple[int, int], until: int, tmp_path: Path
 ) -> None:
-    assert compare(tmp_path, before, after, kind, 7, n_batches) < 1e-6
-
-
-def test_shards_of_another_number(tmp_path: Path) -> None:
-    assert compare(tmp_path, 2, 1, 'generator', 7, strategy='fsdp') < 1e-6
-
-
-def test_batches_of_another_size_are_refused(tmp_path: Path) -> None:
-    with started_ranks(train, 1, tmp_path, 'tensors', 8, 1, 3) as (child,):
-        child.wait(300)
-    (text,) = run_ranks(train, 1, tmp_path, 'tensors', 4)
-    assert 'batch size' in text and '8' in text and '4' in text
+    check(kind, before, after, accumulated, until, tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_every_pair_and_loader(strategy: str, tmp_path: Path) -> None:
-    rng, n_kills, largest = random.Random(0), 0, 0.0
-    pairs = list(itertools.product((1, 2, 4), repeat=2))
-    kinds = LOADERS if strategy == 'ddp' else ['tensors', 'generator']
-    for (before, after), kind in itertools.product(pairs, kinds):
-        n_batches = rng.choice([1, 2])
-        until = rng.randrange(2, 14 * n_batches)
-        path = tmp_path / str(n_kills)
-        difference = compare(path, before, after, kind, until, n_batches, strategy=strategy)
-        n_kills += 1
-        largest = max(largest, difference)
-        assert difference < 1e-6, (before, after, kind, until, n_batches)
-    print(
-        f'row 42: {n_kills} kills from and to 1, 2 and 4 processes ({strategy}), '
-        f'largest difference of a weight {largest:.1e}'
-    )
+@pytest.mark.parametrize('pair', PAIRS)
+@pytest.mark.parametrize('options', [{'strategy': 'fsdp'}, {'batch_size': 'global'}])
+def test_shards_and_batches_of_all_ranks(
+    pair: tuple[int, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    check('torch, generator', *pair, (2, 2), 13, tmp_path, **options)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    'other steps': ({'until': 3}, {'bs': 3}, 'batches 5, now 13; batch size 8, now 3'),
+    'within a batch': ({'until': 3, 'accumulated': 2}, {}, 'after 3 batches of 4 samples, within'),
+    'within a step': ({'until': 2, 'accumulated': 4}, {'accumulated': 2}, 'batches of one step'),
+    'own data': ({'until': 3, 'sharded_already': True}, {}, 'epoch of 2 processes, now 1'),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_what_differs_is_refused_before_the_first_batch(case: str, tmp_path: Path) -> None:
+    first, then, message = REFUSED[case]
+    kill(2, 'torch', tmp_path, **first)
+    [text] = run_ranks(lambda rank: train(rank, 'torch', 1, folder=tmp_path, **then), 1)
+    assert message in text
