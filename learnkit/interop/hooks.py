@@ -8,6 +8,7 @@ from contextlib import suppress
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
+from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.core.errors import CallbackError, OptionError
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback, defined_on_class
@@ -148,6 +149,42 @@ def keep_plain(values: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(*NOT_PLAIN):
             plain[name] = encode(value)
     return plain
+
+
+def batches_per_step(
+    learn: Learner,
+    bs: int | None,  # samples of a batch; None: unknown
+) -> int | None:
+    "Return the number of batches per optimizer step, or None if it is unknown."
+    accumulations = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
+    if any(cb.batches for cb in accumulations):
+        return max(cb.batches or 1 for cb in accumulations)
+    n_samples = max((cb.n_acc for cb in accumulations), default=1)
+    if n_samples == 1:
+        return 1
+    return -(-n_samples // bs) if bs else None
+
+
+class StandIn:
+    """Object with the fields that a Learner has of another library's object; an error names any other.
+
+    >>> StandIn('state', 'Read `learn.time`.', epoch=1).step
+    Traceback (most recent call last):
+        ...
+    AttributeError: `state.step` does not exist in a Learner, only epoch. Read `learn.time`.
+    """
+
+    def __init__(self, _name: str, _advice: str = '', **fields: Any) -> None:
+        self.__dict__.update(fields, _name=_name, _advice=_advice)
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if name.startswith('__') or '_name' not in own:
+            raise AttributeError(name)
+        fields = ', '.join(field for field in own if not field.startswith('_'))
+        raise AttributeError(
+            f'`{own["_name"]}.{name}` does not exist in a Learner, only {fields}. {own["_advice"]}'
+        )
 
 
 def send_to_loggers(learn: Learner, method: str, *content: Any) -> None:

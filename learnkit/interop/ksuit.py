@@ -17,7 +17,6 @@ from fastcore.basics import camel2snake
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
@@ -30,6 +29,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
 from learnkit.interop.hooks import (
+    batches_per_step,
     check_style,
     load_state,
     own_hooks,
@@ -560,21 +560,11 @@ class _FromKsuit(Callback):
 
     @property
     def effective_batch_size(self) -> int:
-        return self.batch_size * (self._count_batches_per_update() or 1)
-
-    def _count_batches_per_update(self) -> int | None:
-        "Return the number of batches per optimizer step, or None if unknown."
-        accumulations = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
-        if any(cb.batches for cb in accumulations):
-            return max(cb.batches or 1 for cb in accumulations)
-        n_samples = max((cb.n_acc for cb in accumulations), default=1)
-        if n_samples == 1:
-            return 1
-        return -(-n_samples // self.batch_size) if self.batch_size else None
+        return self.batch_size * (batches_per_step(self.learn, self.batch_size) or 1)
 
     def count_updates(self, n: int | None) -> int | None:
         "Return the number of steps in a fit of `n` batches, or None if unknown."
-        per = self._count_batches_per_update()
+        per = batches_per_step(self.learn, self.batch_size)
         size = n_batches(self.learn.dls.train)
         if n is None or per == 1:
             return n

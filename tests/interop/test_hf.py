@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,71 @@ def test_control_that_is_set_or_returned() -> None:
         learner(from_hf(Look('on_step_end', save))).fit(1)
 
 
+def test_callbacks_share_state_and_control() -> None:
+    calls: list[Any] = []
+
+    def ask(args: Any, state: Any, control: Any, kwargs: Any) -> None:
+        state.note = 'seen'
+        control.should_evaluate = state.global_step == 3
+
+    def note(args: Any, state: Any, control: Any, kwargs: Any) -> None:
+        calls.append((state.note, state.global_step, kwargs['metrics']['eval_loss']))
+
+    learn = learner(
+        from_hf(Look('on_step_end', ask)), from_hf(Look('on_evaluate', note)), n_valid=1
+    )
+    learn.fit(1)
+    assert [call[:2] for call in calls] == [('seen', 3), ('seen', 4)]
+    calls.clear()
+    (loss,) = learn.validate()  # outside of a fit
+    assert calls == [('seen', 4, loss)]
+
+
+def test_arguments_that_the_learner_contradicts(tmp_path: Path) -> None:
+    options = {'eval_strategy': 'epoch', 'metric_for_best_model': 'f1', 'use_cpu': True}
+    args = transformers.TrainingArguments(tmp_path, gradient_accumulation_steps=2, **options)
+    learn = learner(from_hf(transformers.EarlyStoppingCallback(), args))
+    with pytest.raises(CallbackError, match=r'GradientAccumulation\(batches=2\)'):
+        learn.fit(1)
+    assert learn.time.ba == 0
+    args.gradient_accumulation_steps = 1
+    with pytest.raises(CallbackError, match=r'eval_f1.*measured eval_loss'):
+        learn.fit(1)
+    args.metric_for_best_model = 'loss'
+    args.load_best_model_at_end = True
+    with pytest.warns(UserWarning, match='SaveModelCallback'):
+        learn.fit(1)
+
+
+def test_length_of_a_fit_in_batches() -> None:
+    seen = []
+
+    def look(args: Any, state: Any, control: Any, kwargs: Any) -> None:
+        seen.append(state.max_steps)
+
+    cbs = [from_hf(Look('on_train_begin', look)), GradientAccumulation(batches=2)]
+    learner(*cbs).fit('6ba')
+    learner(*cbs).fit('5st')
+    learner(*cbs).fit('1h', cbs=Callback(after_batch=lambda cb: cb.learn.stop()))
+    assert seen == [3, 5, sys.maxsize]
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, 'transformers')
+
+    class Stop:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+            with pytest.raises(
+                AttributeError, match=r'TrainerState\.trial_name.*Import transformers'
+            ):
+                print(state.trial_name)
+
+    learn = learner(from_hf(Stop()))
+    learn.fit(2)
+    assert learn.time.ba == 3
+
+
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(CallbackError, match='all hooks on_init_end'):
         from_hf(object())
@@ -94,14 +160,12 @@ def train(folder: Path) -> Any:
     learn.add_cb(Reach())
     learn.fit(8, resume=True)
     learn.remove_cb(Reach)
-    state = learn.cbs.filter(lambda cb: cb.name.startswith('hf_'))[0].state
-    losses = [row for row in state.log_history if 'train_runtime' not in row]
-    return learn_digest(learn), losses, state.best_metric, learn.time.ba
+    return learn_digest(learn), learn.trainer_run.state.best_metric, learn.time.ba
 
 
 def test_a_killed_run_stops_at_the_same_step(tmp_path: Path) -> None:
     expected = train(tmp_path / 'whole')
     job = partial(train, tmp_path / 'killed')
     lives = run_until_done(job, kill=[('train after_batch', 7)])
-    assert lives.kills == 1 and lives.result[1:] == expected[1:]
-    assert 8 < expected[3] < 32
+    assert lives.kills == 1 and lives.result == expected
+    assert 8 < expected[2] < 32
