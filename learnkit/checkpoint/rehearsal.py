@@ -71,7 +71,7 @@ _SKIPPED = (
 
 
 def take_inventory(learn: Learner) -> Inventory:
-    "Return a fingerprint of each attribute that no checkpoint holds: of modules, the data, and callbacks."
+    "Return a fingerprint of each attribute that no checkpoint holds, by its name."
     found: Inventory = {}
     model = bare_model(learn.model)
     loss = learn.loss_func
@@ -86,9 +86,19 @@ def take_inventory(learn: Learner) -> Inventory:
     ]
     own_names = learn.parts.own_names.union(own_classes)
     found |= _list_plain(learn, 'learn', own_names, _IN_LEARNER)
-    for opt in learn.opt.optimizers.values():
+    for opt in getattr(learn.opt, 'optimizers', {}).values():
         if not _is_foreign(opt):
             found |= _list_plain(opt, type(opt).__name__, _OPTIMIZER_NAMES, _IN_OPTIMIZER)
+    found |= _list_callbacks(learn)
+    for cb in learn.cbs:
+        for name in declared(cb, 'saved_of_model', tuple)():
+            found.pop(name, None)
+    return found
+
+
+def _list_callbacks(learn: Learner) -> Inventory:
+    "Return the attributes of callbacks that no checkpoint holds, their modules, functions and class attributes."
+    found: Inventory = {}
     held = _list_held(learn)
     for cb in filter(keeps_attributes, learn.cbs):
         name = type(cb).__name__
@@ -97,9 +107,6 @@ def take_inventory(learn: Learner) -> Inventory:
                 found[f'{name}.{attribute}'] = fingerprint(value, held), _IN_CALLBACK
         if not _is_foreign(cb):
             found |= _list_plain(type(cb), name, (), _IN_CALLBACK)
-    for cb in learn.cbs:
-        for name in declared(cb, 'saved_of_model', tuple)():
-            found.pop(name, None)
     return found
 
 
@@ -109,7 +116,7 @@ def _list_held(learn: Learner) -> set[int]:
     modules = chain(learn.model.modules(), loss.modules() if isinstance(loss, nn.Module) else [])
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     datasets = [getattr(dl, 'dataset', dl) for dl in loaders]
-    optimizers = [learn.opt, *learn.opt.optimizers.values()]
+    optimizers = [learn.opt, *getattr(learn.opt, 'optimizers', {}).values()]
     return set(map(id, [*modules, learn.dls, *loaders, *datasets, *optimizers, *learn.cbs]))
 
 
@@ -166,15 +173,12 @@ def _list_data(dl: Any) -> Inventory:
         attributes = getattr(owner, '__dict__', None)
         if isinstance(owner, FunctionType):
             found[root] = fingerprint(owner), _IN_DATA
-        if attributes is None or (root and _is_foreign(owner)):
+        if attributes is None or _is_foreign(owner):
             continue
-        if _is_foreign(owner):
-            attributes = {k: v for k, v in attributes.items() if isinstance(v, Sampler)}
         for name, value in attributes.items():
             is_number = id(owner) in counted and type(value) in ATOMS
-            if isinstance(value, Sampler):
-                continue
-            if not is_number and name not in ('dataset', '_iterator'):
+            is_listed = isinstance(value, Sampler) or name in ('dataset', '_iterator')
+            if not is_number and not is_listed:
                 place = '.'.join(filter(None, ('training loader', root, name)))
                 found[place] = fingerprint(value), _IN_DATA
     return found
@@ -190,7 +194,7 @@ def _list_sampler(sampler: Any, place: str) -> Inventory:
     A tensor counts as changed if it was changed in place; a new one is drawn again from the generators.
     """
     found: Inventory = {}
-    for name, value in vars(sampler).items():
+    for name, value in getattr(sampler, '__dict__', {}).items():
         is_held = type(value) in ATOMS or state_setter(value) is not None
         if is_held or isinstance(value, Sampler) or name in ('data_source', 'dataset'):
             continue

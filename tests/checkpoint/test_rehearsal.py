@@ -200,7 +200,7 @@ def test_what_would_be_lost_is_named_once(tmp_path: Path) -> None:
 def test_a_sampler_that_keeps_more_than_numbers_is_named_and_not_drawn_again(
     tmp_path: Path,
 ) -> None:
-    assert named(tmp_path, sampler=OwnOrder()) == []
+    assert named(tmp_path, sampler=OwnOrder()) == named(tmp_path, sampler=[1, 0, 2]) == []
     passes: list[int] = []
     assert named(tmp_path, sampler=OwnOrder(passes)) == ['sampler.passes']
     assert len(passes) == 4  # two epochs, of training and validation
