@@ -283,7 +283,7 @@ def measure(name: str, kills: int) -> dict[str, Any]:
     if name == 'learnkit' or not python.exists():
         python = Path(sys.executable)
     with TemporaryDirectory() as folder:
-        command = [python, '-m', 'benchmarks.resume', '--serve', name, '--kills', str(kills)]
+        command = [str(python), '-m', 'benchmarks.resume', '--serve', name, '--kills', str(kills)]
         environment = {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
         subprocess.run(
             [*command, '--folder', folder],
