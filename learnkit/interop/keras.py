@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,18 +13,25 @@ from fastcore.basics import camel2snake
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import epoch_row, recorder_of
-from learnkit.core.model import bare_model
+from learnkit.core.errors import CallbackError
+from learnkit.core.model import bare_model, model_device, preserved_modes
 from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
+from learnkit.engine.counters import sample_count
 from learnkit.interop.hooks import check_style, is_of, load_state, own_hooks, state_of
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 HOOKS = tuple(
     f'on_{level}_{side}'
     for level in 'train epoch train_batch batch test test_batch predict predict_batch'.split()
     for side in ('begin', 'end')
 )
-# methods of the base class that call those of older names
+# comparisons that callbacks of Keras choose once; they change the sign of `min_delta` at the same time
+_MONITOR_OPS = {'less': operator.lt, 'greater': operator.gt}
+# hooks of the base class that call hooks of an older name
 _OLDER = {'on_train_batch_begin': 'on_batch_begin', 'on_train_batch_end': 'on_batch_end'}
 
 
@@ -31,17 +40,19 @@ def from_keras(
 ) -> Callback:
     """Return a callback that runs a callback of Keras.
 
-    Its methods run in the order of `model.fit`, with `logs` of numbers: the running mean `loss` in a batch, and at the
-    end of an epoch also `val_loss` and the metrics. The names are the Learner's, without `train_`, and with `val_` for
-    `valid_`. `self.params` has `epochs`, `steps` and `verbose`.
+    Its methods run in the order of `model.fit`, `evaluate` and `predict`, with `logs` of numbers:
+    the running mean `loss` after a batch, and after an epoch also `val_loss` and the metrics. The
+    names are the Learner's, without `train_`, and with `val_` for values of an evaluation.
+    `self.params` has `epochs`, `steps` and `verbose`.
 
-    `self.model` is a view of the Learner: `get_weights`, `set_weights`, `save_weights` and `load_weights`,
-    `stop_training`, `layers`, and `optimizer.learning_rate`, which can be read and set. Everything else is read from
-    the PyTorch model. Keras need not be installed.
+    `self.model` is a view of the Learner: `stop_training`, `optimizer.learning_rate` and
+    `optimizer.iterations`, `get_weights`, `set_weights`, `save_weights`, `load_weights`, `predict`
+    and `metrics_names`. Any other attribute is the PyTorch model's. A file of weights is a file of
+    PyTorch. Keras need not be installed.
 
     Checkpointed: the callback's attributes with plain data, and weights that it keeps.
 
-    Raises `CallbackError` for an object without hooks.
+    Raises `CallbackError` for an object without hooks that is not of Keras.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:
@@ -62,13 +73,12 @@ class _FromKeras(Callback):
 
     def __init__(self, cb: Any) -> None:
         self._hooks = own_hooks(cb, HOOKS, 'keras.src.callbacks.callback')
-        if not is_of(cb, 'keras'):  # of Keras, a callback may have no hooks
+        if not is_of(cb, 'keras'):  # a callback of Keras may have no hooks
             check_style(cb, HOOKS, self._hooks, 'Keras', 'from_keras')
         note_attributes(cb)
         self.wrapped = cb
-        self.view: ModelView | None = None
-        self._total: Any = 0.0  # sum of the losses of the epoch
-        self._n = 0
+        # sum of the samples' losses, and their number, of a pass of 'train' or 'test'
+        self._sums: dict[str, tuple[Any, int]] = {}
 
     @property
     @override
@@ -78,191 +88,252 @@ class _FromKeras(Callback):
     def __repr__(self) -> str:
         return f'from_keras({type(self.wrapped).__name__})'
 
-    def _call(self, hook: str, *place: Any, logs: Any = None) -> None:
-        "Call a method of the callback, if it has the method, or the method of the older name."
-        for name in (hook, _OLDER.get(hook, '')):
-            if name in self._hooks:
-                self._hooks[name](*place, logs=dict(logs or {}))
-                return
+    def _find_hook(self, name: str) -> Any:
+        "Return the hook, or the hook of its older name, or None."
+        return self._hooks.get(name) or self._hooks.get(_OLDER.get(name, ''))
 
-    def _obey(self) -> None:
-        if self.view is not None and self.view.stop_training:
-            self.learn.stop()
+    def _call(self, name: str, *place: Any, logs: Any = None) -> None:
+        hook = self._find_hook(name)
+        if hook is not None:
+            hook(*place, dict(logs or {}))
 
     def _set_model(self) -> None:
         learn = self.learn
-        if self.view is None:
-            self.view = ModelView(learn)
-        self.view.stop_training = False
-        params = {'epochs': learn.n_epoch, 'steps': n_batches(learn.dls.train), 'verbose': 0}
-        if hasattr(self.wrapped, 'set_params'):
-            self.wrapped.set_params(params)
-        else:
-            self.wrapped.params = params
-        if hasattr(self.wrapped, 'set_model'):
-            self.wrapped.set_model(self.view)
-        else:
-            self.wrapped.model = self.view
+        parts = {
+            'params': {'epochs': learn.n_epoch, 'steps': n_batches(learn.dls.train), 'verbose': 0},
+            'model': ModelView(learn),
+        }
+        for name, value in parts.items():
+            setter = getattr(self.wrapped, f'set_{name}', None)
+            setter(value) if setter else setattr(self.wrapped, name, value)
 
     # -- events ------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         self._set_model()
-        self._call('on_train_begin')
+        if self.learn.fitting:
+            self._call('on_train_begin')
 
     def before_epoch(self) -> None:
-        self._total, self._n = 0.0, 0
-        self._call('on_epoch_begin', self.epoch)
+        if self.learn.fitting:
+            self._sums = {}
+            self._call('on_epoch_begin', self.epoch)
 
-    def before_batch(self) -> None:
-        kind = self._kind()
-        self._call(f'on_{kind}_batch_begin', self.iter)
-
-    def _kind(self) -> str:
+    def _find_kind(self) -> str:
+        "Return what Keras calls the current pass."
         if self.training:
             return 'train'
         return 'predict' if self.learn.phase == 'predict' else 'test'
 
+    def before_batch(self) -> None:
+        self._call(f'on_{self._find_kind()}_batch_begin', self.iter)
+
     def after_batch(self) -> None:
-        kind = self._kind()
-        hook = f'on_{kind}_batch_end'
-        if kind == 'train':
-            self._total = self._total + self.learn.loss.detach()
-            self._n += 1
-            if hook in self._hooks or _OLDER[hook] in self._hooks:
-                self._call(hook, self.iter, logs={'loss': float(self._total) / self._n})
-            self._obey()
-        else:
-            self._call(hook, self.iter)
+        kind = self._find_kind()
+        name = f'on_{kind}_batch_end'
+        if self._find_hook(name) is None:
+            return None
+        if kind == 'predict':
+            return self._call(name, self.iter, logs={'outputs': self.learn.pred})
+        total, n = self._sums.get(kind, (0.0, 0))
+        if 'loss_grad' in vars(self.learn):
+            size = sample_count(self.learn) or 1
+            total = total + self.learn.loss.detach() * size
+            n += size
+            self._sums[kind] = total, n
+        return self._call(name, self.iter, logs={'loss': float(total) / n} if n else {})
 
     def before_validate(self) -> None:
-        self._call('on_test_begin')
+        if self.learn.phase != 'predict':
+            self._sums.pop('test', None)
+            self._call('on_test_begin')
 
     def after_validate(self) -> None:
-        recorder = recorder_of(self.learn)
-        measured = {} if recorder is None else recorder.measured
-        self._call('on_test_end', logs={k.removeprefix('valid_'): v for k, v in measured.items()})
+        if self.learn.phase != 'predict':
+            recorder = recorder_of(self.learn)
+            measured = {} if recorder is None else recorder.measured
+            logs = {name.removeprefix('valid_'): value for name, value in measured.items()}
+            self._call('on_test_end', logs=logs)
 
     def before_predict(self) -> None:
-        self._set_model()
         self._call('on_predict_begin')
 
     def after_predict(self) -> None:
         self._call('on_predict_end')
 
     def after_epoch(self) -> None:
-        self._call('on_epoch_end', self.epoch, logs=self._collect_logs())
-        self._obey()
+        if self.learn.fitting:
+            self._call('on_epoch_end', self.epoch, logs=self._collect_logs())
 
     def _collect_logs(self) -> dict[str, float]:
         "Return the values of the epoch under Keras's names."
         recorder = recorder_of(self.learn)
-        row = None if recorder is None else epoch_row(self)
-        values = {k: v for k, v in (row or {}).items() if isinstance(v, float) and k != 'time'}
+        if recorder is None:
+            return {}
+        evaluated = set(recorder.evaluated_columns())
         logs = {}
-        for name, value in values.items():
-            if name.startswith('train_'):
-                logs[name.removeprefix('train_')] = value
-            elif name.startswith('valid_'):
+        for name, value in (epoch_row(self) or {}).items():
+            if name in evaluated:
                 logs[f'val_{name.removeprefix("valid_")}'] = value
-            else:
-                logs[f'val_{name}'] = value
+            elif isinstance(value, float) and name != 'time':
+                logs[name.removeprefix('train_')] = value
         return logs
 
     def after_fit(self) -> None:
-        self._call('on_train_end', logs=self._collect_logs())
+        if self.learn.fitting:
+            self._call('on_train_end', logs=self._collect_logs())
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        "Return the callback's attributes, and the sum of losses of the epoch."
-        return {'own': state_of(self.wrapped), 'total': float(self._total), 'n': self._n}
+        "Return the callback's attributes, and the sum of losses of the pass."
+        op = getattr(getattr(self.wrapped, 'monitor_op', None), '__name__', None)
+        return {'own': state_of(self.wrapped), 'sums': dict(self._sums), 'monitor_op': op}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the callback's attributes, and the sum of losses of the epoch."
+        "Restore the callback's attributes, and the sum of losses of the pass."
         load_state(self.wrapped, sd['own'])
-        self._total, self._n = torch.tensor(sd['total']), sd['n']
+        self._sums = dict(sd['sums'])
+        if sd['monitor_op'] in _MONITOR_OPS:
+            self.wrapped.monitor_op = _MONITOR_OPS[sd['monitor_op']]
 
 
 class ModelView:
-    "What callbacks of Keras read and set of their model, for a Learner."
+    "View of a Learner with what callbacks of Keras read and set of their model."
 
-    def __init__(self, learn: Any) -> None:
-        self.learn = learn
-        self.optimizer = OptimizerView(learn)
-        self.stop_training = False
+    def __init__(self, learn: Learner) -> None:
+        vars(self).update(_learn=learn, optimizer=OptimizerView(learn))
 
     @property
-    def layers(self) -> list[torch.nn.Module]:
-        "The direct parts of the PyTorch model."
-        return list(bare_model(self.learn.model).children())
+    def _model(self) -> torch.nn.Module:
+        return bare_model(vars(self)['_learn'].model)
+
+    @property
+    def stop_training(self) -> bool:
+        "True if the fit stops after the current batch or epoch; False cannot be set again."
+        return bool(vars(self)['_learn'].run.stopping)
+
+    @property
+    def metrics_names(self) -> list[str]:
+        "Names of the loss and the metrics."
+        return ['loss', *(metric.name for metric in vars(self)['_learn'].metrics)]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == 'history':  # the callback `History` sets it
+            vars(self)[name] = value
+        elif name != 'stop_training':
+            raise AttributeError(
+                f'from_keras: only `model.stop_training` can be set, not `{name}`.'
+            )
+        elif value:
+            vars(self)['_learn'].stop()
+
+    def __getattr__(self, name: str) -> Any:
+        model = self._model
+        try:
+            return getattr(model, name)
+        except AttributeError:
+            given = [own for own in dir(ModelView) if not own.startswith('_')]
+            raise AttributeError(
+                f'`self.model.{name}`: the model is a {type(model).__name__} of PyTorch, to which '
+                f'from_keras adds only optimizer, {", ".join(given)}.'
+            ) from None
 
     def get_weights(self) -> list[np.ndarray]:
         "Return copies of all parameters and buffers, in the order of the state dict."
-        state = bare_model(self.learn.model).state_dict()
-        return [t.detach().cpu().numpy().copy() for t in state.values()]
+        return [t.detach().cpu().numpy().copy() for t in self._model.state_dict().values()]
 
     def set_weights(
         self,
         weights: list[Any],  # arrays, as from `get_weights`
     ) -> None:
-        "Copy arrays into all parameters and buffers."
-        model = bare_model(self.learn.model)
-        names = list(model.state_dict())
+        "Copy arrays into all parameters and buffers; raise `CallbackError` for another number of them."
+        names = list(self._model.state_dict())
+        if len(weights) != len(names):
+            raise CallbackError(f'set_weights: {len(weights)} arrays for {len(names)} tensors.')
         tensors = [torch.as_tensor(np.asarray(w)) for w in weights]
-        model.load_state_dict(dict(zip(names, tensors, strict=True)))
+        self._model.load_state_dict(dict(zip(names, tensors, strict=True)))
 
     def save_weights(
         self,
-        filepath: Any,  # the file
-        overwrite: bool = True,  # replace a file that is there
+        filepath: Any,  # path of the file
+        overwrite: bool = True,  # whether to replace an existing file
     ) -> None:
-        "Write the weights as a file of PyTorch, `torch.load` reads it."
-        torch.save(bare_model(self.learn.model).state_dict(), filepath)
+        "Write the weights to a file that `torch.load` reads; raise `FileExistsError` for an existing file."
+        if Path(filepath).exists() and not overwrite:
+            raise FileExistsError(f'save_weights: {filepath} exists.')
+        torch.save(self._model.state_dict(), filepath)
 
     def load_weights(
         self,
-        filepath: Any,  # a file that `save_weights` has written
+        filepath: Any,  # path of a file from `save_weights`
     ) -> None:
-        "Read weights that `save_weights` has written."
-        bare_model(self.learn.model).load_state_dict(torch.load(filepath, weights_only=True))
+        "Read the weights from a file that `save_weights` has written."
+        self._model.load_state_dict(torch.load(filepath, weights_only=True))
 
-    def __getattr__(self, name: str) -> Any:
-        model = bare_model(self.__dict__['learn'].model)
-        try:
-            return getattr(model, name)
-        except AttributeError:
-            raise AttributeError(
-                f'`self.model.{name}`: the model is a {type(model).__name__} of PyTorch, and from_keras gives it '
-                'only weights, `stop_training`, `layers` and `optimizer.learning_rate` of Keras.'
-            ) from None
+    def predict(
+        self,
+        x: Any,  # inputs: an array or a tensor
+        batch_size: int = 32,
+        verbose: Any = 0,  # ignored
+    ) -> np.ndarray:
+        "Return the model's outputs for a tensor of inputs, in evaluation mode."
+        learn = vars(self)['_learn']
+        device = model_device(learn.model, learn.dls)
+        batches = torch.as_tensor(x).to(device).split(batch_size)
+        with torch.no_grad(), preserved_modes(learn.model):
+            learn.model.eval()
+            outputs: np.ndarray = torch.cat([self._model(xb) for xb in batches]).cpu().numpy()
+        return outputs
 
 
 class OptimizerView:
-    "The rate of a Learner's optimizer; groups with other rates keep their ratio."
+    "View of a Learner's optimizer with its rate and its number of steps."
 
-    def __init__(self, learn: Any) -> None:
-        self.__dict__['learn'] = learn
+    def __init__(self, learn: Learner) -> None:
+        vars(self)['_learn'] = learn
 
     @property
-    def learning_rate(self) -> float:
-        "The rate of the last parameter group."
-        return float(self.learn.opt.param_groups[-1]['lr'])
+    def learning_rate(self) -> Rate:
+        "The rate of the last parameter group. If it is set, the other groups keep their ratio to it."
+        rate = Rate(vars(self)['_learn'].opt.param_groups[-1]['lr'])
+        rate.assign = self._set_rate  # type: ignore[method-assign]
+        return rate
+
+    lr = learning_rate
+
+    @property
+    def iterations(self) -> int:
+        "Number of steps."
+        return int(vars(self)['_learn'].time.st)
+
+    def _set_rate(self, value: Any) -> None:
+        before = self.learning_rate
+        for group in vars(self)['_learn'].opt.param_groups:
+            group['lr'] = float(value) * (group['lr'] / before if before else 1.0)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ('learning_rate', 'lr'):
             raise AttributeError(
-                f'from_keras: `optimizer.{name}` cannot be set, only `learning_rate`.'
+                f'from_keras: only `optimizer.learning_rate` can be set, not `{name}`.'
             )
-        ratio = float(value) / self.learning_rate
-        for group in self.learn.opt.param_groups:
-            group['lr'] *= ratio
+        self._set_rate(value)
 
     def __getattr__(self, name: str) -> Any:
-        if name == 'lr':
-            return self.learning_rate
         raise AttributeError(
-            f'`self.model.optimizer.{name}`: from_keras gives callbacks only `learning_rate` of the optimizer.'
+            f'`self.model.optimizer.{name}`: from_keras gives callbacks only `learning_rate` and '
+            '`iterations` of the optimizer.'
         )
+
+
+class Rate(float):
+    "Learning rate with the methods of a variable of Keras."
+
+    def assign(self, value: Any) -> None:
+        "Set the rate of the optimizer."
+
+    def numpy(self) -> float:
+        "Return the rate as a number."
+        return float(self)

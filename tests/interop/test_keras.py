@@ -41,16 +41,14 @@ def test_order_of_the_methods_and_their_logs() -> None:
         for side in ('begin', 'end')
     ]
 
-    def note(self: Any, *place: Any, logs: Any, hook: str) -> None:
-        calls.append((hook, *place, sorted(logs)))
+    def note(hook: str, *place: Any) -> None:
+        calls.append((hook, *place[:-1], sorted(place[-1])))
 
-    methods = {
-        hook: lambda self, *p, logs, hook=hook: note(self, *p, logs=logs, hook=hook)
-        for hook in hooks
-    }
-    learner(from_keras(type('All', (), methods)())).fit(1)
+    methods = {hook: lambda self, *given, hook=hook: note(hook, *given) for hook in hooks}
+    learn = learner(from_keras(type('All', (), methods)()))
+    learn.fit(1)
     batches = [
-        (f'on_{kind}_batch_{side}', i, ['loss'] if (kind, side) == ('train', 'end') else [])
+        (f'on_{kind}_batch_{side}', i, ['loss'] if side == 'end' else [])
         for kind, n in (('train', 3), ('test', 2))
         for i in range(n)
         for side in ('begin', 'end')
@@ -60,6 +58,12 @@ def test_order_of_the_methods_and_their_logs() -> None:
     assert calls[2:8] == batches[:6] and calls[8] == ('on_test_begin', [])
     assert calls[9:13] == batches[6:] and calls[13][0] == 'on_test_end'
     assert calls[14:] == [('on_epoch_end', 0, logs), ('on_train_end', logs)]
+    calls.clear()
+    learn.validate()  # outside of a fit
+    assert calls == [('on_test_begin', []), *batches[6:], ('on_test_end', ['loss'])]
+    calls.clear()
+    learn.get_preds()
+    assert calls == []  # it has no hooks of predictions
 
 
 class Halve(OfKeras):
@@ -81,10 +85,22 @@ def test_rate_weights_and_stop() -> None:
     assert all(np.array_equal(w, t.numpy()) for w, t in zip(weights, state, strict=True))
     cb.model.set_weights([w + 1 for w in weights])
     assert torch.equal(state[0], torch.tensor(weights[0]) + 1)
-    with pytest.raises(AttributeError, match=r'self.model.count_params.*from_keras gives'):
+    with pytest.raises(AttributeError, match=r'self.model.count_params.*from_keras adds'):
         cb.model.count_params()
     with pytest.raises(AttributeError, match='learning_rate'):
         cb.model.optimizer.beta_1 = 0.5
+    with pytest.raises(AttributeError, match='not `trainable`'):
+        cb.model.trainable = False
+    with pytest.raises(CallbackError, match='0 arrays for'):
+        cb.model.set_weights([])
+    x = np.ones((5, 1), np.float32)
+    with torch.no_grad():
+        expected = learn.model(torch.tensor(x)).numpy()
+    assert np.array_equal(cb.model.predict(x, batch_size=5), expected)
+    for rate in (0.0, 0.3):  # from a rate of zero, too
+        cb.model.optimizer.learning_rate.assign(rate)
+        assert cb.model.optimizer.lr.numpy() == rate
+    assert cb.model.optimizer.iterations == 9
 
 
 def test_files_of_weights(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ['KERAS_BACKEND'] = 'torch'
@@ -21,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import DataLoaders, Learner
+from learnkit import Callback, Checkpoint, DataLoaders, Learner
 from learnkit.interop import from_keras
 from learnkit.interop.keras import HOOKS
-from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
+from learnkit.metrics import mae
+from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers, quiet_folder
 
-N, BATCH, EPOCHS, LR = 40, 8, 6, 0.05
+N, BATCH, EPOCHS, LR = 44, 8, 6, 0.05  # the last batch has 4 samples
 G = torch.Generator().manual_seed(0)
 X = torch.randn(N, 3, generator=G)
 Y = X.sum(1, keepdim=True) + torch.randn(N, 1, generator=G)
@@ -48,7 +48,8 @@ def note(hook: str) -> Callable[..., None]:
         place = list(given)
         if place and (place[-1] is None or isinstance(place[-1], dict)):
             logs = place.pop()  # Keras passes it without its name
-        values = sorted((logs or {}).items()) if hook != 'on_test_batch_end' else []
+        logs = {k: v for k, v in (logs or {}).items() if k != 'outputs'}
+        values = sorted(logs.items())
         self.record.append((hook, *place, *[part for pair in values for part in pair]))
 
     return call
@@ -124,122 +125,240 @@ class Params(keras.callbacks.Callback):
         self.record = [self.params['epochs'], self.params['steps']]
 
 
+class Cold(keras.callbacks.Callback):
+    "Starts at a rate of zero, by the methods of a variable."
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate.assign(0.0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        rate = self.model.optimizer.learning_rate
+        rate.assign(float(rate.numpy()) + 0.01)
+
+
+class Predicts(keras.callbacks.Callback):
+    "Measures the model on data of its own, and counts steps."
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.record: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        error = np.abs(self.model.predict(X.numpy(), verbose=0) - Y.numpy()).mean()
+        steps = self.model.optimizer.iterations
+        self.record.append([float(error), int(steps)])
+
+
+class StopAtStart(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 3:
+            self.model.stop_training = True
+
+
+class Spoil(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 4:
+            self.model.set_weights([w * np.nan for w in self.model.get_weights()])
+
+
+class Logged(keras.callbacks.LambdaCallback):
+    def __init__(self) -> None:
+        self.record: list[Any] = []
+        super().__init__(on_epoch_end=lambda e, values: self.record.append([e, values['loss']]))
+
+
 # -- the comparison --------------------------------------------------------------------------------
 
 
 @dataclass
 class Case:
-    "A callback; `file` is where it writes numbers."
+    "Callbacks; `file` is where the first one writes numbers."
 
-    make: Callable[[], Any]
     title: str
+    make: Callable[[], Any]
     part: str = "Users' callbacks"
     file: str = ''
+    metrics: bool = False  # whether the mean absolute error is measured
     why: str = ''  # what differs
+    lost: str = ''  # what differs in a resumed run
 
 
 OWN = 'Callbacks of Keras'
 kc = keras.callbacks
 CASES = [
-    Case(lambda: kc.EarlyStopping('val_loss', patience=1), "EarlyStopping('val_loss')", OWN),
+    Case("EarlyStopping('val_loss')", lambda: kc.EarlyStopping('val_loss', patience=1), OWN),
     Case(
-        lambda: kc.EarlyStopping('val_loss', min_delta=0.2, restore_best_weights=True),
         'EarlyStopping(restore_best_weights=True)',
+        lambda: kc.EarlyStopping('val_loss', min_delta=0.2, restore_best_weights=True),
         OWN,
     ),
     Case(
-        lambda: kc.ReduceLROnPlateau('val_loss', patience=1, min_delta=0.3),
+        "EarlyStopping('val_mae', mode='min')",
+        lambda: kc.EarlyStopping('val_mae', 0.1, mode='min', start_from_epoch=1),
+        OWN,
+        metrics=True,
+        why='of other metrics than the loss Keras finds the mode by itself',
+    ),
+    Case(
         "ReduceLROnPlateau('val_loss')",
+        lambda: kc.ReduceLROnPlateau('val_loss', patience=1, min_delta=0.3),
         OWN,
     ),
     Case(
-        lambda: kc.LearningRateScheduler(lambda epoch, lr: lr * 0.5), 'LearningRateScheduler', OWN
+        'LearningRateScheduler', lambda: kc.LearningRateScheduler(lambda epoch, lr: lr * 0.5), OWN
     ),
-    Case(kc.TerminateOnNaN, 'TerminateOnNaN()', OWN),
-    Case(lambda: kc.CSVLogger('log.csv'), 'CSVLogger', OWN, file='log.csv'),
-    Case(kc.History, 'History()', OWN),
-    Case(lambda: kc.LambdaCallback(on_epoch_end=lambda epoch, logs: None), 'LambdaCallback', OWN),
+    Case('TerminateOnNaN()', lambda: [kc.TerminateOnNaN(), Spoil(), Calls()], OWN),
     Case(
-        lambda: kc.ModelCheckpoint('best.weights.h5', save_best_only=True, save_weights_only=True),
+        'CSVLogger',
+        lambda: kc.CSVLogger('log.csv'),
+        OWN,
+        'log.csv',
+        lost='a resumed training begins the file anew, in Keras too',
+    ),
+    Case(
+        'CSVLogger(append=True)',
+        lambda: kc.CSVLogger('log.csv', append=True),
+        OWN,
+        'log.csv',
+        metrics=True,
+        lost='a resumed training writes the header again',
+    ),
+    Case('History()', kc.History, OWN, metrics=True),
+    Case('LambdaCallback', Logged, OWN),
+    Case(
         'ModelCheckpoint(save_weights_only=True)',
+        lambda: [
+            kc.ModelCheckpoint('best.weights.h5', save_best_only=True, save_weights_only=True),
+            Shrink(),
+        ],
         OWN,
-        why='writes a file of PyTorch',
+        why='the file is a file of PyTorch',
     ),
-    Case(Calls, 'notes every call'),
-    Case(StopAtBatch, 'stops at a batch'),
-    Case(StopAtLoss, 'stops at a loss'),
-    Case(WarmUp, 'sets the rate before batches'),
-    Case(Losses, 'keeps the losses of batches'),
-    Case(KeepBest, 'keeps the best weights'),
-    Case(Shrink, 'changes weights'),
-    Case(Averaged, 'averages weights over epochs'),
-    Case(Params, 'reads `params`'),
+    Case('ModelCheckpoint(save_freq=7)', lambda: every_seven_batches(), OWN, why='as above'),
+    Case('notes every call', Calls),
+    Case('stops at a batch', lambda: [StopAtBatch(), Calls()]),
+    Case('stops when an epoch begins', lambda: [StopAtStart(), Calls()]),
+    Case('stops at a loss', StopAtLoss),
+    Case('sets the rate before batches', WarmUp),
+    Case('starts with a rate of zero', Cold),
+    Case('keeps the losses of batches', Losses),
+    Case('keeps the best weights', KeepBest),
+    Case('changes weights', Shrink),
+    Case('averages weights over epochs', Averaged),
+    Case('predicts, and counts steps', Predicts),
+    Case('reads its parameters', Params),
 ]
 
 
-def run_in_keras(case: Case) -> tuple[Any, list[Tensor]]:
+def every_seven_batches() -> Any:
+    return kc.ModelCheckpoint('{epoch}-{batch}.weights.h5', save_freq=7, save_weights_only=True)
+
+
+def made_by(case: Case) -> list[Any]:
+    cbs = case.make()
+    return cbs if isinstance(cbs, list) else [cbs]
+
+
+def run_in_keras(case: Case) -> dict[str, Tensor]:
     dense = keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((3,)), dense])
     dense.set_weights([WEIGHT.T.numpy(), BIAS.numpy()])
-    model.compile(keras.optimizers.SGD(LR), 'mse')
-    cb = case.make()
-    model.fit(
-        X.numpy(),
-        Y.numpy(),
-        batch_size=BATCH,
-        epochs=EPOCHS,
-        validation_data=(X.numpy(), Y.numpy()),
-        validation_batch_size=BATCH,
-        shuffle=False,
-        callbacks=[cb],
-        verbose=0,
-    )
+    model.compile(keras.optimizers.SGD(LR), 'mse', metrics=['mae'] if case.metrics else [])
+    cbs = made_by(case)
+    x, y = X.numpy(), Y.numpy()
+    data = {'validation_data': (x, y), 'validation_batch_size': BATCH, 'shuffle': False}
+    options = {'batch_size': BATCH, 'verbose': 0, 'callbacks': cbs}
+    model.fit(x, y, epochs=EPOCHS, **data, **options)
+    model.evaluate(x, y, **options)
+    model.predict(x, **options)
     kernel, bias = dense.get_weights()
-    return cb, [torch.tensor(kernel.T), torch.tensor(bias)]
+    return numbers_of(case, cbs, [torch.tensor(kernel.T), torch.tensor(bias)])
 
 
-def run_in_learner(case: Case) -> tuple[Any, list[Tensor]]:
+def make_learner(case: Case, cbs: list[Any]) -> Learner:
     model = nn.Linear(3, 1)
     model.load_state_dict({'weight': WEIGHT, 'bias': BIAS})
     dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=BATCH, shuffle=False, device='cpu')
-    cb = case.make()
-    learn = Learner(dls, model, F.mse_loss, torch.optim.SGD, lr=LR, cbs=from_keras(cb))
+    learn = Learner(
+        dls,
+        model,
+        F.mse_loss,
+        torch.optim.SGD,
+        lr=LR,
+        metrics=mae if case.metrics else [],
+        cbs=[from_keras(cb) for cb in cbs],
+    )
+    learn.recorder.train_metrics = case.metrics
+    return learn
+
+
+def run_in_learner(case: Case) -> dict[str, Tensor]:
+    cbs = made_by(case)
+    learn = make_learner(case, cbs)
     with learn.no_bar(), learn.no_logging():
         learn.fit(EPOCHS)
-    return cb, [p.detach() for p in model.parameters()]
+        return finish(case, cbs, learn)
 
 
-def numbers_of(case: Case, cb: Any, weights: list[Tensor]) -> dict[str, Tensor]:
+def run_killed(case: Case) -> dict[str, Tensor]:
+    "Train in a Learner that fails in the third epoch, and resume in another one."
+
+    def fail(cb: Any) -> None:
+        if cb.train_iter == 15:
+            raise InterruptedError
+
+    for more in ([Callback(before_batch=fail)], []):
+        cbs = made_by(case)
+        learn = make_learner(case, cbs)
+        learn.add_cbs([Checkpoint('1ba', Path('checkpoints')), *more])
+        with learn.no_bar(), learn.no_logging(), contextlib.suppress(InterruptedError):
+            learn.fit(EPOCHS, resume=True)
+    return finish(case, cbs, learn)
+
+
+def finish(case: Case, cbs: list[Any], learn: Learner) -> dict[str, Tensor]:
+    learn.validate()
+    learn.get_preds()
+    return numbers_of(case, cbs, [p.detach() for p in learn.model.parameters()])
+
+
+def numbers_of(case: Case, cbs: list[Any], weights: list[Tensor]) -> dict[str, Tensor]:
     "Return the weights, what was noted, the history and the numbers of a file, as tensors."
     found = {f'weights {i}': t for i, t in enumerate(weights)}
-    history = getattr(cb, 'history', None)
-    record = list(getattr(cb, 'record', ())) + ([*history.values()] if history else [])
+    found |= {name.name: torch.tensor(0) for name in Path().glob('*.h5')}
+    record = []
+    for cb in cbs:
+        record += list(getattr(cb, 'record', ()))
+        record += [[k, *values] for k, values in sorted(getattr(cb, 'history', {}).items())]
     if case.file:
         lines = Path(case.file).read_text('utf-8').splitlines()
-        record += [list(row.values()) for row in csv.DictReader(lines)]
+        rows = [row for row in csv.DictReader(lines) if row['epoch'] != 'epoch']
+        record += [[part for k in sorted(r) for part in (k, float(r[k]))] for r in rows]
     for i, entry in enumerate(record):
         parts = entry if isinstance(entry, (tuple, list)) else [entry]
-        names = [part for part in parts if isinstance(part, str) and not case.file]
-        values = [float(part) for part in parts if part not in names]
+        names = [part for part in parts if isinstance(part, str)]
+        values = [float(part) for part in parts if not isinstance(part, str)]
         found[f'{i} {names}'] = torch.tensor(values, dtype=torch.float64)
     return found
 
 
-def run_case(case: Case) -> Row:
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        expected = numbers_of(case, *run_in_keras(case))
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+def run_case(case: Case, run: Callable[[Case], dict[str, Tensor]], part: str) -> Row:
+    with quiet_folder():
+        expected = run_in_keras(case)
+    with quiet_folder():
         try:
-            found = numbers_of(case, *run_in_learner(case))
+            found = run(case)
         except Exception as e:
-            return Row(case.title, False, None, TOO_FAR, f'{type(e).__name__}: {e}', case.part)
+            return Row(case.title, False, None, TOO_FAR, f'{type(e).__name__}: {e}', part)
     numbers = compare_numbers(expected, found)
     # Keras multiplies in another order
     numbers = EQUAL if numbers == 'within 1e-05' else numbers
-    return Row(case.title, True, expected.keys() == found.keys(), numbers, case.why, case.part)
+    why = case.lost if case.lost and run is run_killed else case.why
+    return Row(case.title, True, list(expected) == list(found), numbers, why, part)
 
 
 def rows() -> list[Row]:
     warnings.simplefilter('ignore')
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return [run_case(case) for case in CASES]
+    with contextlib.redirect_stderr(io.StringIO()):
+        whole = [run_case(case, run_in_learner, case.part) for case in CASES]
+        resumed = [run_case(case, run_killed, 'Killed and resumed') for case in CASES]
+    return whole + resumed
