@@ -194,7 +194,7 @@ class SaveOften(TrainerCallback):
 
 
 class Spikes(TrainerCallback):
-    "Halves the rate where the logged norm of the gradients grows."
+    "Records the norms of gradients and the rates."
 
     def __init__(self) -> None:
         self.record: list[Any] = []
