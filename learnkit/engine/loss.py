@@ -37,8 +37,9 @@ def compute_loss(
     if learn.parts.whole_batches is not None:
         own_loss = learn.parts.whole_batches.loss(learn)
     elif type(pred) is not Tensor:
-        pred, own_loss = unpack_output(pred)
-        learn.pred = pred
+        learn.pred, own_loss = unpack_output(pred)
+        if not isinstance(learn.pred, Mapping):
+            pred = learn.pred  # else the loss function gets the whole dict, with the model's losses
     if own_loss is None and pred is not output:
         own_loss = unpack_output(output)[1]  # a callback has taken the logits only
     if learn.loss_func is not None and bool(learn.yb):

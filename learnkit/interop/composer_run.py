@@ -74,7 +74,6 @@ class ComposerRun(Callback):
         self.in_fit = self.is_split = self.has_graph = False
         # loader in Composer's state: 'train', 'eval' or 'predict'; empty during `init`
         self.loader_kind = 'train'
-        self.metric_outputs: Any = None  # what a `ComposerModel` measured last in training
         self.last_loss: Any = None  # loss of the last microbatch
         self.batch_loss: Any = None  # loss of the last batch
         self._grads: list[tuple[Any, Any]] = []  # gradients of the last step

@@ -53,6 +53,11 @@ def wrap_values(values: Mapping[str, Any]) -> dict[str, Measured]:
     return {k: Measured(v) for k, v in values.items() if isinstance(v, (int, float))}
 
 
+def compute_all(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    "Return the values of metric objects by name."
+    return {name: metric.compute() for name, metric in metrics.items()}
+
+
 class ComposerState:
     """Composer's state, read from the Learner at each access.
 
@@ -277,6 +282,7 @@ class ComposerState:
             batch_to_device=move,
             module_to_device=lambda module: module.to(device),
             torch_device=device,
+            _device=device,  # Composer's name, which users' callbacks read
         )
 
     @property
@@ -372,13 +378,18 @@ class ComposerState:
         """
         trainer = trainer_of(self.learn) if self._run.loader_kind else None
         if trainer is not None and trainer.batch_metrics:
-            return dict(trainer.batch_metrics)
+            metrics: dict[str, Any] = trainer.batch_metrics
+            return metrics
         measured: dict[str, Any] = self._run.measured.get('train', {})
         return measured
 
     @train_metrics.setter
     def train_metrics(self, metrics: dict[str, Any]) -> None:
-        self._run.measured['train'] = metrics
+        trainer = trainer_of(self.learn)
+        if trainer is None:
+            self._run.measured['train'] = metrics
+        else:
+            trainer.batch_metrics = metrics
 
     @property
     def eval_metrics(self) -> dict[str, dict[str, Any]]:
@@ -395,9 +406,24 @@ class ComposerState:
         self._run.measured.update(metrics)
 
     @property
+    def train_metric_values(self) -> dict[str, Any]:
+        "Values of `train_metrics`."
+        return compute_all(self.train_metrics)
+
+    @property
+    def eval_metric_values(self) -> dict[str, Any]:
+        "Values of the last evaluation's metrics, by name; of several loaders, the last one's."
+        found: dict[str, Any] = {}
+        for label, metrics in self._run.measured.items():
+            if label != 'train':
+                found |= compute_all(metrics)
+        return found
+
+    @property
     def metric_outputs(self) -> Any:
-        "What metrics are computed from: the outputs of an evaluation, or of the last training microbatch."
-        return self.outputs if self._run.loader_kind == 'eval' else self._run.metric_outputs
+        "What the model's `update_metric` returned last in an evaluation; an empty dict for nothing."
+        outputs = [m.outputs for m in self.learn.metrics if isinstance(m, ModelMetric)]
+        return (outputs and outputs[-1]) or {}
 
     # -- checkpoints -------------------------------------------------------------------------------
 

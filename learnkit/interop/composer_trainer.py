@@ -109,7 +109,6 @@ class ComposerTrainer(Callback):
         with preserved_modes(self.learn.model), torch.no_grad():
             self.learn.model.eval()
             measured = model.eval_forward(batch, outputs)
-            composer_run(self.learn).metric_outputs = measured
             for metric in self.batch_metrics.values():
                 model.update_metric(batch, measured, metric)
 

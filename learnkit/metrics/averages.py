@@ -260,12 +260,15 @@ class TorchMetric(Metric):
 class ModelMetric(TorchMetric):
     "Run a torchmetrics object that a model of whole batches updates, by its `update_metric`."
 
+    outputs: Any = None  # what `update_metric` returned last
+
     @override
     def accumulate(self, learn: Learner) -> None:
         _move_to_device_of(learn.pred, self.metric)
         model: Any = bare_model(learn.model)
         with torch.no_grad():
-            model.update_metric(whole_batch(learn), to_detach(learn.pred, cpu=False), self.metric)
+            pred = to_detach(learn.pred, cpu=False)
+            self.outputs = model.update_metric(whole_batch(learn), pred, self.metric)
         self._updates += 1
 
 

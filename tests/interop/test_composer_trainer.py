@@ -250,7 +250,7 @@ def test_metrics_are_objects_before_and_after_every_evaluation_and_of_each_loade
 
         def eval_end(self, state: Any, logger: Any) -> None:
             hits = state.eval_metrics[state.dataloader_label]['Hits']
-            right = (state.metric_outputs.argmax(1) == state.batch[1]).sum()
+            right = (state.outputs.argmax(1) == state.batch[1]).sum()
             seen.append((hits.compute().item(), hits.n, int(right)))
 
         def fit_end(self, state: Any, logger: Any) -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.peers                  # every package; fails where the page says something else
     python -m tests.peers fastai --write   # one package, and write its part of the page
+    python -m tests.peers wild --sources FOLDER   # callbacks of users, from copies of their repositories
 
-A package that cannot be installed is skipped."""
+A package that cannot be installed is skipped, and so are users' callbacks without their sources."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.environments import ROOT
 from tests.peers.environments import PEERS, InstallError, Peer, make_environment
 from tests.peers.rows import EQUAL, TOO_FAR, Row
+from tests.peers.wild import SOURCES
+from tests.peers.wild_sources import BEHAVIORS, Behavior
 
 PAGE = ROOT / 'docs' / 'compatibility.md'
 END = '<!-- end -->'
@@ -27,12 +30,15 @@ HEAD = (
 )
 
 
+WILD = Peer('wild')  # users' callbacks have a part of the page, too
+
+
 class BenchError(Exception):
     "A bench ended with an error; the message is its output."
 
 
-def run_bench(peer: Peer) -> list[Row]:
-    "Run a peer's bench in its environment and return its rows."
+def run_bench(peer: Peer, bench: str) -> list[Row]:
+    "Run a bench in a peer's environment and return its rows."
     python = make_environment(peer)
     with TemporaryDirectory() as folder:
         file = Path(folder) / 'rows.json'
@@ -42,7 +48,7 @@ def run_bench(peer: Peer) -> list[Row]:
             'OMP_NUM_THREADS': '1',
         }
         done = subprocess.run(
-            [python, '-m', 'tests.peers.rows', peer.name, file],
+            [python, '-m', 'tests.peers.rows', bench, file],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -85,6 +91,50 @@ def yes(value: bool | None) -> str:
     return 'yes' if value else '**no**'
 
 
+def run_wild() -> list[Row]:
+    "Return a row for each class of users, from all environments."
+    with_users = [peer for peer in PEERS if peer.name in ('fastai', 'composer')]
+    return [row for peer in with_users for row in run_bench(peer, f'wild_{peer.name}')]
+
+
+def wild_table(rows: Sequence[Row]) -> str:
+    "Return counts, the behaviors that users' code relies on, and the classes that differ."
+    lines = []
+    for part in dict.fromkeys(row.part for row in rows):
+        own = [row for row in rows if row.part == part]
+        repositories = {row.callback.partition(':')[0] for row in own}
+        lines.append(
+            f'{part}: of {len(own)} from {len(repositories)} repositories, '
+            f'{sum(bool(row.runs) for row in own)} run unchanged, {sum(map(is_equal, own))} have equal numbers.'
+        )
+    lines += [
+        '',
+        '| behavior that such code relies on | seen in | classes with equal numbers |',
+        '|---|---|---|',
+    ]
+    lines += [behavior_line(behavior, rows) for behavior in BEHAVIORS]
+    lines += ['', '| not equal | runs | why |', '|---|---|---|']
+    lines += [
+        f'| `{row.callback}` | {yes(row.runs)} | {row.why} |' for row in rows if not is_equal(row)
+    ]
+    return '\n'.join(lines)
+
+
+def is_equal(row: Row) -> bool:
+    return row.numbers == EQUAL and bool(row.keys)
+
+
+def behavior_line(behavior: Behavior, rows: Sequence[Row]) -> str:
+    classes = behavior.classes.split()
+    own = [row for row in rows if class_of(row) in classes]
+    packages = dict.fromkeys(row.callback.partition(':')[0].partition('/')[2] for row in own)
+    return f'| {behavior.text} | {", ".join(packages)} | {sum(map(is_equal, own))} of {len(own)} |'
+
+
+def class_of(row: Row) -> str:
+    return row.callback.partition(': ')[2].replace(' ', '')
+
+
 def begin(peer: Peer) -> str:
     return f'<!-- {peer.name}: written by python -m tests.peers -->'
 
@@ -103,13 +153,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser('python -m tests.peers', description=__doc__)
     parser.add_argument('names', nargs='*', help='packages; all when left out')
     parser.add_argument('--write', action='store_true', help='write the page')
+    parser.add_argument('--sources', help="folder with the repositories of users' callbacks")
     options = parser.parse_args(arguments)
     status = 0
-    for peer in PEERS:
+    if options.sources:
+        os.environ[SOURCES] = str(Path(options.sources).resolve())
+    for peer in [*PEERS, WILD]:
         if options.names and peer.name not in options.names:
             continue
+        if peer is WILD and not options.sources:
+            print('skipped: wild needs --sources FOLDER, with <owner>+<name> of wild_sources')
+            continue
         try:
-            rows = run_bench(peer)
+            rows = run_wild() if peer is WILD else run_bench(peer, peer.name)
         except InstallError as error:
             print(f'skipped: {peer.name} cannot be installed: {error}')
             continue
@@ -117,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f'{peer.name}: the bench failed\n{error}')
             status = 1
             continue
-        text = table(rows)
+        text = wild_table(rows) if peer is WILD else table(rows)
         print(f'== {peer.name}\n{text}\n')
         page = PAGE.read_text('utf-8')
         expected = replace_part(page, peer, text)

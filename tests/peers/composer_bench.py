@@ -34,12 +34,13 @@ define_torchvision_operators()
 
 import composer.algorithms as algorithms  # noqa: E402  # after the operators
 import composer.callbacks as callbacks  # noqa: E402
-from composer import Callback, Trainer  # noqa: E402
+from composer import Callback, Evaluator, Trainer  # noqa: E402
 from composer.loggers import ConsoleLogger, FileLogger, InMemoryLogger, ProgressBarLogger  # noqa: E402
 from composer.models import ComposerClassifier, HuggingFaceModel  # noqa: E402
 from composer.optim import DecoupledAdamW  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
+from torchmetrics import Metric  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: E402
 
 from learnkit import Checkpoint, DataLoaders, Learner  # noqa: E402
@@ -96,6 +97,9 @@ class Setting:
     optimizer: Callable[..., Any] = torch.optim.SGD
     options: dict[str, Any] = field(default_factory=lambda: {'momentum': 0.9})
     eval_interval: str = '1ep'
+    label: str = 'eval'  # of the validation set
+    make_model: Callable[[Setting], nn.Module] | None = None
+    make_loaders: Callable[[Setting], tuple[Any, Any]] | None = None
 
 
 @dataclass
@@ -111,6 +115,8 @@ class Outcome:
 
 def loaders(setting: Setting) -> tuple[DataLoader[Any], DataLoader[Any]]:
     "6 training batches and 3 validation batches, of 8 samples each, in one order in each epoch."
+    if setting.make_loaders is not None:
+        return setting.make_loaders(setting)
     generator = torch.Generator().manual_seed(0)
     data: Any
     if setting.is_text:
@@ -131,6 +137,8 @@ class WithoutTrainMetrics(ComposerClassifier):
 
 def make_model(setting: Setting) -> nn.Module:
     torch.manual_seed(2)
+    if setting.make_model is not None:
+        return setting.make_model(setting)
     if setting.is_text:
         return language_model()
     kind = ComposerClassifier if setting.train_metrics else WithoutTrainMetrics
@@ -156,7 +164,7 @@ def in_composer(
     trainer = Trainer(
         model=model,
         train_dataloader=train,
-        eval_dataloader=valid,
+        eval_dataloader=Evaluator(label=setting.label, dataloader=valid),
         optimizers=setting.optimizer(model.parameters(), lr=0.05, **setting.options),
         device_train_microbatch_size=setting.microbatch,
         eval_interval=setting.eval_interval,
@@ -166,6 +174,7 @@ def in_composer(
         max_duration=setting.duration,
         progress_bar=False,
         device='cpu',
+        seed=0,
         run_name='peer',
     )
     try:
@@ -182,7 +191,7 @@ def make_learner(setting: Setting, *cbs: Any) -> Learner:
     train, valid = loaders(setting)
     model = make_model(setting)
     return Learner(
-        DataLoaders(train, {'eval': valid}),
+        DataLoaders(train, {setting.label: valid}),
         model,
         opt_func=setting.optimizer(model.parameters(), lr=0.05, **setting.options),
         microbatch=setting.microbatch,
@@ -237,6 +246,7 @@ class Case:
     make: Callable[[], dict[str, Any]]  # arguments of `in_composer`, in an empty folder
     setting: Setting = field(default_factory=Setting)
     look: Callable[[dict[str, Any]], Any] | None = None  # f(arguments): what is compared, too
+    look_at_error: bool = False  # whether both end with the same error, as they should
     why: str = ''
 
 
@@ -267,10 +277,30 @@ def run_case(case: Case, run: Callable[..., Outcome]) -> tuple[Outcome, Any]:
             return Outcome({}, {}, {}, error=describe(e)), None
 
 
+def print_differences(
+    name: str, theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+) -> None:
+    for key in theirs.keys() | ours.keys():
+        a, b = theirs.get(key), ours.get(key)
+        if a is None or b is None or a.shape != b.shape or not torch.equal(a, b):
+            print(name, key, a, b, sep='\n')
+
+
+def compare_error(case: Case, theirs: Outcome, ours: Outcome, part: str) -> Row:
+    "Return the row of a callback that ends the run with an error."
+    numbers = compare_numbers(numbers_of(theirs), numbers_of(ours))
+    if os.environ.get('PEERS_TRACE'):
+        print(case.name, theirs.error, ours.error, sep='\n')
+    same = theirs.error == ours.error
+    return Row(case.name, same, theirs.log.keys() == ours.log.keys(), numbers, case.why, part)
+
+
 def compare(case: Case, part: str) -> Row:
     "Run both sides and return the row."
     theirs, their_view = run_case(case, in_composer)
     ours, our_view = run_case(case, in_learnkit)
+    if case.look_at_error and ours.error:
+        return compare_error(case, theirs, ours, part)
     if theirs.error and ours.error:
         return Row(case.name, False, True, EQUAL, case.why or f'Composer too: {theirs.error}', part)
     if ours.error or theirs.error:
@@ -278,6 +308,8 @@ def compare(case: Case, part: str) -> Row:
         return Row(case.name, not ours.error, False, TOO_FAR, why, part)
     same_log = theirs.log.keys() == ours.log.keys()
     same_parameters = theirs.hyperparameters == ours.hyperparameters
+    if os.environ.get('PEERS_TRACE'):
+        print_differences(case.name, numbers_of(theirs), numbers_of(ours))
     numbers = compare_numbers(numbers_of(theirs), numbers_of(ours))
     if their_view != our_view or theirs.tables != ours.tables:
         numbers = TOO_FAR
@@ -576,32 +608,98 @@ EVENTS = {
 }
 
 
-# -- where the stoppers stop -----------------------------------------------------------------------
+# -- stoppers --------------------------------------------------------------------------------------
 
 
-def list_stoppers() -> Iterator[tuple[str, Callable[[], Any]]]:
-    "Yield settings of Composer's stoppers: metrics of training and evaluation, patience in all units, thresholds."
-    monitored = [('CrossEntropy', 'eval'), ('MulticlassAccuracy', 'train')]
-    patiences = (1, '2ep', '3ba', '8ba', '24sp', '60sp')
-    for where, patience, delta in itertools.product(monitored, patiences, (0.0, 0.2)):
-        make = partial(callbacks.EarlyStopper, *where, patience=patience, min_delta=delta)
-        yield f'EarlyStopper {where} {patience} {delta}', make
-    thresholds = [('CrossEntropy', 'eval', 1.35), ('MulticlassAccuracy', 'train', 0.6)]
-    for setting, on_batch in itertools.product(thresholds, (False, True)):
-        make = partial(callbacks.ThresholdStopper, *setting, stop_on_batch=on_batch)
-        yield f'ThresholdStopper {setting} {on_batch}', make
+class Given(Metric):
+    "A metric with a given value."
+
+    def __init__(self, given: float) -> None:
+        super().__init__()
+        self.given = given
+
+    def update(self, *args: Any) -> None:
+        pass
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.given)
 
 
-def compare_stoppers() -> Row:
-    "Compare the batches, weights and logs of fits that stoppers end, in three units of their duration."
-    stoppers, durations = list(list_stoppers()), itertools.cycle(['4ep', '20ba', '150sp'])
-    wrong = []
-    for (name, make), duration in zip(stoppers, durations, strict=False):
-        row = compare(Case(name, one(make), Setting(duration=duration)), '')
-        if row.numbers != EQUAL or not row.keys:
-            wrong.append(f'{name}, {duration}: {row.numbers} {row.why}')
-    title = f'{len(stoppers)} settings of EarlyStopper and ThresholdStopper'
-    return Row(title, True, not wrong, TOO_FAR if wrong else EQUAL, '; '.join(wrong))
+class Measure(Callback):
+    "Replace a metric by one with the next value, at the ends of batches or of evaluations."
+
+    def __init__(self, label: str) -> None:
+        self.label, self.n = label, 0
+
+    def next_metric(self) -> Given:
+        values = (0.1, 0.2, 0.4, 0.5, 0.6, 0.55, 0.5, 0.7)
+        metric = Given(values[min(self.n, len(values) - 1)])
+        self.n += 1
+        return metric
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        if self.label == 'train':
+            state.train_metrics['m'] = self.next_metric()
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        if self.label == 'eval':
+            state.eval_metrics['eval']['m'] = self.next_metric()
+
+
+def stop_cases() -> Iterator[tuple[Callable[[], Any], Setting, str]]:
+    "Yield stoppers, the setting, and the label of the metric that they follow: 36."
+    within = Setting('400sp', eval_interval='4ba')
+    for label, setting in (('train', LONG), ('eval', Setting('50ba')), ('eval', within)):
+        for patience in (1, '2ep', '3ep', '1ba', '3ba', '4ba', '7ba'):
+            yield partial(callbacks.EarlyStopper, 'm', label, patience=patience), setting, label
+        for options in ({'comp': torch.less}, {'min_delta': 0.15}):
+            make = partial(callbacks.EarlyStopper, 'm', label, patience='5ba', **options)
+            yield make, setting, label
+        for limit, comp, on_batch in (
+            (0.45, None, False),
+            (0.45, torch.greater, True),
+            (0.3, 'less', True),
+        ):
+            options = {'comp': comp, 'stop_on_batch': on_batch}
+            yield partial(callbacks.ThresholdStopper, 'm', label, limit, **options), setting, label
+
+
+class LastTime(Callback):
+    "Keep the time at which the fit ends."
+
+    def fit_end(self, state: Any, logger: Any) -> None:
+        time = state.timestamp
+        self.end = int(time.epoch), int(time.batch), int(time.sample)
+
+
+def find_stop(
+    make: Callable[[], Any], setting: Setting, label: str, run: Callable[..., Outcome]
+) -> Any:
+    "Return epoch, batch and sample at which a fit ends, or its error."
+    last = LastTime()
+    case = Case('', lambda: {'cbs': [Measure(label), make(), last]}, setting)
+    outcome, _ = run_case(case, run)
+    return outcome.error or last.end
+
+
+def compare_stops() -> Row:
+    "Compare where fits end."
+    cases = list(stop_cases())
+    different = []
+    for make, setting, label in cases:
+        ends = [find_stop(make, setting, label, run) for run in (in_composer, in_learnkit)]
+        if ends[0] != ends[1] or isinstance(ends[0], str):
+            different.append((label, setting.eval_interval, make.keywords or make.args, *ends))
+    n_equal = len(cases) - len(different)
+    why = '; '.join(map(str, different))
+    return Row(
+        f'{n_equal} of {len(cases)} settings end the fit at the same sample',
+        not different,
+        True,
+        TOO_FAR if different else EQUAL,
+        why,
+        'EarlyStopper and ThresholdStopper',
+    )
 
 
 # -- resume, and the guide -------------------------------------------------------------------------
@@ -680,8 +778,8 @@ def rows() -> list[Row]:
     "Return a row for each callback, logger and algorithm of Composer, and for its events."
     logging.disable(logging.CRITICAL)
     run_guide()
-    found = [*(compare(case, 'Callbacks') for case in CALLBACKS), compare_stoppers()]
+    found = [compare(case, 'Callbacks') for case in CALLBACKS]
     found += [compare(case, 'Loggers') for case in LOGGERS]
     found += [compare(case, 'Algorithms') for case in ALGORITHMS]
     found += [compare_events(name, setting) for name, setting in EVENTS.items()]
-    return [*found, compare_resumed()]
+    return [*found, compare_stops(), compare_resumed()]

@@ -90,7 +90,10 @@ def train(case: Case, library: type, folder: Path) -> Outcome:
         'losses': list(recorder.losses),
         'observed': dict(case.observe(learn)),
     }
-    return Outcome(dict(learn.model.state_dict()), values)
+    state = learn.model.state_dict()
+    # a quantized model has dtypes in its state, too
+    weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return Outcome(weights, values)
 
 
 def flatten(value: Any, name: str = '') -> Iterator[tuple[str, Any]]:
@@ -129,7 +132,7 @@ def compare_case(case: Case) -> Row:
             traceback.print_exc()
             name = 'learnkit' if library is learnkit.Learner else 'fastai'
             why = f'fails in {name}: {type(error).__name__}: {str(error)[:200]}'
-            return Row(case.name, False, False, TOO_FAR, why, case.part)
+            return Row(case.name, False, False, TOO_FAR, case.why or why, case.part)
     for outcome in outcomes:
         if not case.rows:
             outcome.values = {
