@@ -119,7 +119,8 @@ def from_ksuit(
     by its `dataset_key`, and the second one with the concatenated results. `EarlyStopIteration`, and
     `should_stop_after_...` returning True, end the fit like `learn.stop()`; after an
     `EarlyStopIteration` there is a checkpoint with the tag `.early_exit`, as in Noether. `at_eval`
-    runs at the end of a `learn.validate()`.
+    runs at the end of a `learn.validate()`. At the end of a fit, all values that were logged are
+    written to `tracker/entries.th` below `learn.path`, as `{key: {update: value}}`.
 
     Checkpointed: the callback's `state_dict` (without one, or if it returns None, its changed
     attributes with plain data), start and progress of the fit, the log and the tracker's summary. In
@@ -380,6 +381,8 @@ class _FromKsuit(Callback):
         self.services['writer'].flush()
         with self._evaluation_mode():
             self._call_hook('after_training')
+        if self is self._list_adapters()[-1]:
+            self.services['writer'].finish()
 
     def cleanup(self) -> None:
         self.services['writer'].flush()
@@ -516,8 +519,12 @@ class _FromKsuit(Callback):
 
     def _find_first(self) -> _FromKsuit:
         "Return the first ksuit callback of the Learner, which stores the services that all of them share."
+        return next(iter(self._list_adapters()), self)
+
+    def _list_adapters(self) -> list[_FromKsuit]:
+        "Return the ksuit callbacks of the Learner, in its order."
         cbs = self.learn.cbs if self.learn is not None else ()
-        return next((cb for cb in cbs if isinstance(cb, _FromKsuit)), self)
+        return [cb for cb in cbs if isinstance(cb, _FromKsuit)]
 
     def _share_services(self) -> None:
         "Use the writer and the tracker of the first ksuit callback of the Learner."

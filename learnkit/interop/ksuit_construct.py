@@ -61,7 +61,7 @@ def construct(
     if 'callback_config' in accepted and 'callback_config' not in config:
         own = {name: value for name, value in config.items() if name in accepted}
         options = {name: value for name, value in config.items() if name not in accepted}
-        config = {**own, 'callback_config': _find_config_class(cls)(**options)}
+        config = {**own, 'callback_config': find_config_class(cls)(**options)}
     return cls(**{**arguments, **config})
 
 
@@ -78,7 +78,7 @@ def _find_constructors(cls: type) -> list[Callable[..., Any]]:
     return found
 
 
-def _find_config_class(cls: type) -> Callable[..., Any]:
+def find_config_class(cls: type) -> Callable[..., Any]:
     "Return the annotated class of `callback_config`, or `Options` if no annotation can be resolved."
     for init in _find_constructors(cls):
         try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,19 @@ class LogWriter:
             self.log_entries.append({k: v for k, v in self.log_cache.items() if k in kept})
         self.discard_entry()
 
+    def finish(self) -> None:
+        "Write all entries to `tracker/entries.th` as `{key: {update: value}}`; nothing without entries."
+        self.flush()
+        if not self.log_entries or not self._adapter.learn.world.is_first:
+            return
+        by_key: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+        for entry in self.log_entries:
+            for key, value in entry.items():
+                if key != 'update':
+                    by_key[key][entry['update']] = value
+        with atomic_write(self._adapter.services['path_provider'].basetracker_entries_uri) as tmp:
+            torch.save(dict(by_key), tmp)
+
     def discard_entry(self) -> None:
         "Discard the entry of this update."
         self.log_cache = {}
@@ -248,6 +262,12 @@ class Paths:
         path = self._checkpoints or self.run_output_path / 'checkpoints'
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    @property
+    def basetracker_entries_uri(self) -> Path:
+        file = self.run_output_path / 'tracker' / 'entries.th'
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
 
     @property
     def run_id(self) -> str:

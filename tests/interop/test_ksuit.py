@@ -123,6 +123,21 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
     assert cb.model is other.model  # what was given here follows the Learner
 
 
+def test_entries_are_written_at_the_end_of_a_fit(tmp_path: Path) -> None:
+    class Logs:
+        writer: Any = None
+        every_n_updates = 2
+
+        def periodic_callback(self, *, update_counter: Any) -> None:
+            self.writer.add_scalar('half', update_counter.update / 2)
+
+    learn = learner(Logs(), path=tmp_path)
+    learn.fit(2)
+    entries = torch.load(tmp_path / 'tracker' / 'entries.th', weights_only=True)
+    assert entries['half'] == {n: n / 2 for n in range(2, learn.time.st + 1, 2)}
+    assert list(entries) == ['epoch', 'sample', 'half']
+
+
 def test_early_stopping_by_exception_and_by_answer(tmp_path: Path) -> None:
     class EarlyStopIteration(StopIteration):
         pass

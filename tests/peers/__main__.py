@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.environments import ROOT
-from tests.peers.environments import PEERS, InstallError, Peer, make_environment
+from tests.peers.environments import NOETHER, PEERS, InstallError, Peer, make_environment
 from tests.peers.rows import EQUAL, TOO_FAR, Row
 from tests.peers.wild import SOURCES
 from tests.peers.wild_sources import BEHAVIORS, Behavior
@@ -92,9 +92,9 @@ def yes(value: bool | None) -> str:
 
 
 def run_wild() -> list[Row]:
-    "Return a row for each class of users, from all environments."
+    "Return a row for each class of users, and of Noether, from all environments."
     with_users = [peer for peer in PEERS if peer.name in ('fastai', 'composer')]
-    return [row for peer in with_users for row in run_bench(peer, f'wild_{peer.name}')]
+    return [row for peer in [*with_users, NOETHER] for row in run_bench(peer, f'wild_{peer.name}')]
 
 
 def wild_table(rows: Sequence[Row]) -> str:
@@ -103,8 +103,9 @@ def wild_table(rows: Sequence[Row]) -> str:
     for part in dict.fromkeys(row.part for row in rows):
         own = [row for row in rows if row.part == part]
         repositories = {row.callback.partition(':')[0] for row in own}
+        count = f' from {len(repositories)} repositories' if len(repositories) > 1 else ''
         lines.append(
-            f'{part}: of {len(own)} from {len(repositories)} repositories, '
+            f'{part}: of {len(own)}{count}, '
             f'{sum(bool(row.runs) for row in own)} run unchanged, {sum(map(is_equal, own))} have equal numbers.'
         )
     lines += [

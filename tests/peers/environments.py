@@ -62,7 +62,7 @@ PEERS = [
         ),
     ),
     Peer('lightning', ('lightning==2.6.*',)),
-    # Noether is on no index: what its callbacks ask for is written down in `ksuit_callbacks`
+    # Noether is on no index: `ksuit_callbacks` states what its callbacks ask for
     Peer('ksuit'),
     Peer('hf'),  # transformers is in the project's own environment
     Peer(
@@ -70,6 +70,19 @@ PEERS = [
         ('h5py==3.16.*', 'keras==3.15.*', 'namex==0.1.*', 'optree==0.20.*'),
     ),
 ]
+
+
+# the environment of Noether's own code, which runs from a copy of its repository
+NOETHER = Peer(
+    'noether',
+    (
+        'einops==0.8.*',
+        'omegaconf==2.3.*',
+        'antlr4-python3-runtime==4.9.*',
+        'pydantic==2.*',
+        'loguru==0.7.*',
+    ),
+)
 
 
 class InstallError(Exception):

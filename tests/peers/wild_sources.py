@@ -34,6 +34,7 @@ REPOSITORIES = {
     'neptune-fastai': Repository(
         'neptune-ai/neptune-fastai', '803012057c58630a57303ada07730bd075bbc0f9'
     ),
+    'noether': Repository('Emmi-AI/noether', '12bbabad8210643423113f1f17927b64c99f7711'),
     'optuna': Repository('optuna/optuna-integration', '981b8cdf305cee0ce3d916f5b3731c76166ea1b8'),
     'reformer': Repository('arampacha/reformer_fastai', '72ee639a2cc48c262ec5a1245e33fa1814cc7cbf'),
     'sdfi': Repository('SDFIdk/ML_sdfi_fastai2', '4999f80e6b09a5d95e6acb2ab4b8151fcc184ebb'),
@@ -61,7 +62,7 @@ class Behavior:
 
 BEHAVIORS = [
     Behavior(
-        'replaces `learn.loss_func` by a method of its own, and puts it back',
+        'replaces `learn.loss_func` by a method of its own, and restores it',
         'loss_function_of_a_callback',
         (
             'BarlowTwins BYOL CLIPTrainer CutMix CutMix1d DINO MixUp MixUp1d MOCO MVP NoisyStudent '
@@ -261,6 +262,15 @@ BEHAVIORS = [
         (
             'DataloaderSpeedMonitor EnvironmentLoggingCallback RunTimeoutCallback '
             'ScheduledGarbageCollector'
+        ),
+    ),
+    Behavior(
+        'Noether: a `callback_config`, a `Model`, and the services of `BaseTrainer`',
+        'early_stopping_by_exception_and_by_answer',
+        (
+            'BestCheckpointCallback(every_n_updates=1) EmaCallback(every_n_updates=2) '
+            'FixedEarlyStopper(stop_at_epoch=2) FixedEarlyStopper(stop_at_update=4) '
+            'OfflineLossCallback(every_n_epochs=1) OnlineLossCallback(every_n_updates=2)'
         ),
     ),
 ]
