@@ -1,7 +1,7 @@
 # What is done often, with .venv's Python where there is one.
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: docs test quick lint peers wheel constraints
+.PHONY: docs test quick lint peers wheel constraints lowest latest
 
 docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html \
@@ -19,6 +19,15 @@ lint:
 	$(PYTHON) -m mypy
 	$(PYTHON) -m tests.house  # the last two are reports, and fail nothing
 	$(PYTHON) -m tests.taste
+
+# The tests with the oldest releases that settings.ini names, and with the newest of everything. uv resolves the oldest.
+lowest: OPTIONS = --resolution lowest-direct
+latest: OPTIONS = --upgrade
+lowest latest:
+	python3 -m venv .venv-$@
+	.venv-$@/bin/pip install -q uv
+	.venv-$@/bin/uv pip install -q --python .venv-$@/bin/python $(OPTIONS) -e '.[dev]'
+	.venv-$@/bin/python -m pytest -n 2 --dist worksteal
 
 peers:  # other packages' callbacks, in learnkit and in their own trainers; into docs/compatibility.md
 	$(PYTHON) -m tests.peers --write

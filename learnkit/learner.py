@@ -627,7 +627,7 @@ class Learner(Loop):
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().compile(step=True, backend='eager').explain_step()
-        'The ordinary step runs: compiling comes after the next training batch.'
+        'The ordinary step runs: ...'
         """
 
     @implemented_in('learnkit.callbacks.compile')

@@ -96,7 +96,8 @@ class BaseLoss(nn.Module):
             targ = targ.movedim(self.axis, -1)
         inp = inp.movedim(self.axis, -1)
         if self.floatify:
-            targ = targ.to(torch.promote_types(inp.dtype, torch.float32))
+            dtype = torch.promote_types(inp.dtype, torch.float32)
+            inp, targ = inp.to(dtype), targ.to(dtype)
         elif not targ.is_floating_point():
             targ = targ.long()
 

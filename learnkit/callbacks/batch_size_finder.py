@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.core.batch import batch_counter, slice_batch
+from learnkit.core.device import empty_cache
 from learnkit.core.errors import CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.validation import check_count
@@ -111,8 +111,7 @@ def _fits(learn: Learner, trial: _Trial, size: int) -> bool:
             raise
     # only here is the exception gone, and with it the frames that hold the failed step's tensors
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    empty_cache()
     return False
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import map_tensors
+from learnkit.core.device import find_accelerator
 from learnkit.core.errors import (
     CancelStepException,
     ModelError,
@@ -81,7 +82,7 @@ class MixedPrecision(Callback):
         **scaler: Any,  # options of `torch.amp.GradScaler`: init_scale, growth_interval, ...
     ) -> None:
         super().__init__()
-        on_gpu = torch.cuda.is_available()
+        on_gpu = find_accelerator() is not None
         self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
         self.scaler = torch.amp.GradScaler('cpu', enabled=self.scales, **scaler)
         self.n_skipped = 0  # number of skipped steps, over all fits

@@ -60,7 +60,8 @@ class GuardNonFinite(Callback):
     optimizer would use them: of all microbatches and accumulated batches, unscaled, SAM's second
     ones, before clipping. Gradients that overflow in fp16 are handled by the scaler, which skips
     the step and lowers its scale. `grads=False` checks losses only. On the CPU a check takes
-    microseconds, and one pass over the gradients. On a GPU each check waits for the device.
+    microseconds, and one pass over the gradients. On a GPU each check waits for the device: twice a
+    step, once with `grads=False`.
 
     Checkpointed: `n_skipped`. Raises `OptionError` for an unknown policy.
 

@@ -43,6 +43,7 @@ from learnkit.checkpoint.weights import (
     compare_stored,
     load_stored,
 )
+from learnkit.core.device import has_streams, synchronize
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain, identify_memory, to_plain
@@ -477,8 +478,9 @@ def copy_to_host(state: Any) -> Any:
         if isinstance(value, Tensor):
             key = identify_memory(value)
             if key not in copies:
-                new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
-                copies[key] = new.copy_(value, non_blocking=value.is_cuda)
+                ahead = has_streams(value.device)
+                new = torch.empty_like(value, device='cpu', pin_memory=ahead)
+                copies[key] = new.copy_(value, non_blocking=ahead)
             return copies[key]
         if isinstance(value, Mapping):
             return {k: copy(v) for k, v in value.items()}
@@ -488,6 +490,5 @@ def copy_to_host(state: Any) -> Any:
 
     with torch.no_grad():
         copied = copy(state)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # once for all tensors
+    synchronize()  # once for all tensors
     return copied

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from learnkit.core.device import has_streams
 from learnkit.core.errors import BatchError
 from learnkit.core.plain import ATOMS
 
@@ -128,9 +129,8 @@ def to_device(
             return batch
 
     device = torch.device(device)
-    return map_tensors(
-        batch, lambda t: t.to(device, non_blocking=device.type == 'cuda'), lambda o: o.to(device)
-    )
+    ahead = has_streams(device)
+    return map_tensors(batch, lambda t: t.to(device, non_blocking=ahead), lambda o: o.to(device))
 
 
 def to_detach(

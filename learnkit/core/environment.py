@@ -36,8 +36,11 @@ def describe_environment() -> str:
 
 def _find_version(package: str) -> str:
     "Return the version of an installed package, or an empty string."
+    import torch
+
     try:
-        return version(package)
+        # torch's own version names its build, too
+        return torch.__version__ if package == 'torch' else version(package)
     except PackageNotFoundError:
         return ''
 
@@ -54,8 +57,9 @@ def _describe_devices() -> list[str]:
             f'GPU {i}: {p.name}, {p.total_memory / 2**30:.0f} GiB (runtime {runtime})'
             for i, p in enumerate(properties)
         ]
-    elif torch.backends.mps.is_available():
-        lines.append('GPU: mps')
+    elif torch.accelerator.is_available():
+        kind, n = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+        lines.append(f'GPU: {kind}, {n}')
     else:
         lines.append('GPU: none that torch can use')
     return lines

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
+from learnkit.core.device import find_accelerator, find_module
 from learnkit.core.plain import map_plain
 
 # attributes that torch itself gives to every module
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
-RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 'mps'
+RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy' and 'devices'
 
 
 def capture_rng(
-    devices: bool = True,  # capture CUDA and MPS, whose generators do not affect the order of data
+    devices: bool = True,  # capture accelerators, whose generators do not affect the order of data
     with_torch: bool = True,  # capture the generators of torch
 ) -> RNGState:
-    """Return the states of the global generators: Python, torch, and, if in use, NumPy, all CUDA devices and MPS.
+    """Return the states of the global generators: Python, torch, and, if in use, NumPy and all accelerators.
 
     >>> state = capture_rng()
     >>> drawn = torch.rand(3)
@@ -46,10 +47,11 @@ def capture_rng(
     if not with_torch:
         return state
     state['torch'] = torch.get_rng_state()
-    if devices and torch.cuda.is_initialized():
-        state['cuda'] = tuple(torch.cuda.get_rng_state_all())
-    if devices and torch.backends.mps.is_available():
-        state['mps'] = torch.mps.get_rng_state()
+    module = find_module() if devices else None
+    if module is not None:
+        # MPS has one device
+        read_all = getattr(module, 'get_rng_state_all', lambda: [module.get_rng_state()])
+        state['devices'] = {str(find_accelerator()): tuple(read_all())}
     return state
 
 
@@ -58,18 +60,20 @@ def restore_rng(
 ) -> None:
     """Restore the global generators; a generator without an entry in `state` is unchanged.
 
-    A CUDA state takes effect when CUDA is initialized. States of missing devices are ignored."""
+    States of missing devices are ignored."""
     version, words, gauss = state['python']
     random.setstate((version, tuple(words), gauss))
     if 'torch' in state:
         torch.set_rng_state(state['torch'].cpu())
     if 'numpy' in state:
         np.random.set_state(_to_arrays(state['numpy']))
-    if 'cuda' in state:
-        for i, device_state in enumerate(state['cuda'][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state.cpu(), i)
-    if 'mps' in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state['mps'].cpu())
+    accelerator = find_accelerator()
+    states = state.get('devices', {}).get(str(accelerator), ())
+    if accelerator is not None and states:
+        module: Any = torch.get_device_module(accelerator)
+        for i, device_state in enumerate(states[: torch.accelerator.device_count()]):
+            where = {'device': i} if hasattr(module, 'get_rng_state_all') else {}
+            module.set_rng_state(device_state.cpu(), **where)
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
 
 def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     "Return a hint for targets of the wrong dtype."
-    if 'Long' in error and 'but got' in error and targ.dtype != torch.int64:
+    if 'Long' in error and re.search('but (got|found)', error) and targ.dtype != torch.int64:
         return ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
     phrases = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
     is_int = pred.is_floating_point() and not targ.is_floating_point()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
 from learnkit.core.batch import BatchForm
+from learnkit.core.device import check_device, find_accelerator, has_streams, pins_memory
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
@@ -29,14 +30,14 @@ from learnkit.data.torch_loader import iterates_as_torch, torch_in_order
 
 
 def default_device() -> torch.device:
-    """Return the device to train on: CUDA, else MPS, else the CPU. The call creates no CUDA context.
+    """Return the device to train on: the accelerator (CUDA, ROCm, XPU, MPS ...), else the CPU.
 
-    >>> default_device().type in ('cuda', 'mps', 'cpu')
+    The call creates no context on the device.
+
+    >>> isinstance(default_device(), torch.device)
     True
     """
-    if torch.cuda.is_available():
-        return torch.device('cuda')
-    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+    return find_accelerator() or torch.device('cpu')
 
 
 class DataLoaders:
@@ -130,7 +131,7 @@ class DataLoaders:
         targets: str | Iterable[str] | None = None,
         **kwargs: Any,  # for torch's DataLoader; `sampler`, `generator`: the training loader only
     ) -> Self:
-        """Make a torch DataLoader of each data set, with pinned memory if CUDA is available.
+        """Make a torch DataLoader of each data set, with pinned memory if there is an accelerator.
 
         >>> dls = DataLoaders.from_datasets([(i, i % 2) for i in range(10)], bs=4, shuffle=False)
         >>> dls.one_batch()
@@ -146,7 +147,7 @@ class DataLoaders:
         shared = {
             'batch_size': bs,
             'num_workers': num_workers,
-            'pin_memory': torch.cuda.is_available(),
+            'pin_memory': has_streams(default_device()),
             **kwargs,
         }
 
@@ -255,7 +256,7 @@ class DataLoaders:
         return self.to('cpu')
 
     def cuda(self) -> Self:
-        "Move all following batches to the GPU."
+        "Move all following batches to a GPU of CUDA or ROCm."
         return self.to('cuda')
 
     def one_batch(self) -> Any:
@@ -346,7 +347,7 @@ class TensorLoader:
 
     A batch is a tuple with one entry per tensor, or a dict if the tensors were given as a dict. Batches are
     copies: a change of a batch in place leaves the data as they are. Batches of CPU tensors are in pinned memory if
-    CUDA is initialized.
+    this process has used an accelerator.
 
     `generator` draws one permutation per epoch, when iteration begins. Raises `LoaderError` for tensors of different
     lengths or devices, and `EmptyLoaderError` for empty tensors.
@@ -417,7 +418,7 @@ class TensorLoader:
         [[2, 3], [4]]
         """
         device = self.tensors[0].device
-        pinned = device.type == 'cpu' and torch.cuda.is_initialized()
+        pinned = device.type == 'cpu' and pins_memory()
         batches = self._select_batches(n, pinned) if self.shuffle else self._copy_batches(n, pinned)
         batches = islice(batches, max(0, len(self) - n))
         return batches if self.names is None else map(self._make_dict, batches)
@@ -425,7 +426,7 @@ class TensorLoader:
     def _select_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
         "Return the batches of a drawn order from batch `n` on. The order is drawn at once."
         device = self.tensors[0].device
-        order = self.draw_order().to(device, non_blocking=device.type == 'cuda')
+        order = self.draw_order().to(device, non_blocking=has_streams(device))
         take = select_pinned if pinned else torch.index_select
         tensors = self.tensors
         # a generator expression takes less time for each batch than calls of a function
@@ -611,21 +612,6 @@ def check_dataset(name: str, ds: Any) -> None:
         )
     if len(ds) == 0:
         raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
-
-
-def check_device(device: torch.device | str) -> torch.device:
-    """Return a device; raise `LoaderError` for a GPU that this machine or this torch does not have.
-
-    >>> check_device('cpu')
-    device(type='cpu')
-    """
-    checked = torch.device(device)
-    if checked.type == 'cuda' and (checked.index or 0) >= torch.cuda.device_count():
-        raise LoaderError(
-            f"device='{checked}': torch {torch.__version__} finds {torch.cuda.device_count()} such devices. Leave "
-            "`device` out to take what there is, or give 'cpu'."
-        )
-    return checked
 
 
 def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefetching of one batch: the next batch is copied to the GPU while the GPU computes on the current batch."""
+"""Copies of batches to the device while the device computes on earlier ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from learnkit.core.batch import map_tensors, tensors_in, to_device
+from learnkit.core.device import has_streams
 from learnkit.data.dataloaders import TensorLoader
 
 _END = object()  # marks the end of a loader, as the default of `next`
@@ -20,20 +21,22 @@ def read_ahead(
     device: torch.device,  # device that batches are moved to
     begin: Callable[[], Iterator[Any]] | None = None,  # begins a resumable pass; None: `iter(dl)`
 ) -> Iterator[Any]:
-    """Return an iterator over a loader's batches that, on a CUDA device, prefetches one batch to the device.
+    """Return an iterator that copies a loader's batches to an accelerator while it computes, from pinned memory.
 
-    The loader's own iterator is returned on other devices, and for a loader that is an iterator: a batch prefetched
-    but not used would be lost. The same holds in a resumable pass if prefetching would change the saved position:
-    if this process may draw random numbers to fetch a batch, or if the loader keeps its own state.
+    One batch is drawn ahead, so that reading it overlaps too. It is drawn when it is asked for where drawing it
+    early would lose it or change the position that a checkpoint saves: from a loader that is an iterator, and in a
+    resumable pass if this process may draw random numbers for it, or if the loader keeps its own state. On devices
+    without streams the loader's own iterator is returned.
 
     >>> list(read_ahead([1, 2], torch.device('cpu')))
     [1, 2]
     """
     batches = iter(dl) if begin is None else begin()
     is_resumable = begin is not None
-    if device.type != 'cuda' or batches is dl or (is_resumable and not _can_prefetch(dl)):
+    if not has_streams(device):
         return batches
-    return _Prefetcher(batches, device)
+    draws_ahead = batches is not dl and (not is_resumable or _can_prefetch(dl))
+    return _Copier(batches, device, draws_ahead)
 
 
 def _can_prefetch(dl: Any) -> bool:
@@ -46,39 +49,44 @@ def _can_prefetch(dl: Any) -> bool:
     return iterate is DataLoader.__iter__ and dl.num_workers > 0
 
 
-class _Prefetcher(Iterator[Any]):
-    "Iterator that copies the next batch on its own CUDA stream; a loader's error is raised at the batch it belongs to."
+class _Copier(Iterator[Any]):
+    "Iterator that copies batches on its own stream; a loader's error is raised at the batch it belongs to."
 
-    def __init__(self, batches: Iterator[Any], device: torch.device) -> None:
+    def __init__(self, batches: Iterator[Any], device: torch.device, draws_ahead: bool) -> None:
         self.batches = batches
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.draws_ahead = draws_ahead
+        self.stream = torch.Stream(device)
         self.next_batch: Any = None
         self.error: Exception | None = None
-        self._fetch()
+        if draws_ahead:
+            self._fetch()
 
     def _fetch(self) -> None:
         try:
             self.next_batch = next(self.batches, _END)
             if self.next_batch is _END:
                 return
-            with torch.cuda.stream(self.stream):
+            with self.stream:
                 self.next_batch = to_device(map_tensors(self.next_batch, _pin), self.device)
         except Exception as e:
             self.error = e
 
     def __next__(self) -> Any:
+        if not self.draws_ahead:
+            self._fetch()
         if self.error is not None:
             raise self.error
         if self.next_batch is _END:
             raise StopIteration
         batch = self.next_batch
-        current_stream = torch.cuda.current_stream(self.device)
+        current_stream = torch.accelerator.current_stream(self.device)
         current_stream.wait_stream(self.stream)
         for t in tensors_in(batch):
             # the allocator must not reuse the memory while the current stream computes on it
             t.record_stream(current_stream)
-        self._fetch()
+        if self.draws_ahead:
+            self._fetch()
         return batch
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from learnkit.callbacks.model_summary import summarize_learner
 from learnkit.callbacks.recorder import Recorder, recorder_of
 from learnkit.checkpoint.saving import resolve_path
+from learnkit.core.device import find_accelerator, find_module
 from learnkit.core.environment import describe_environment
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.files import atomic_write
@@ -251,8 +252,9 @@ def _render_data(learn: Learner) -> str:
 def _list_seeds(learn: Learner) -> Iterator[tuple[str, str]]:
     "Yield the seeds of torch's generators; Python and NumPy do not keep their seeds."
     yield 'torch', str(torch.initial_seed())
-    if torch.cuda.is_initialized():
-        yield 'torch, CUDA', str(torch.cuda.initial_seed())
+    module = find_module()
+    if hasattr(module, 'initial_seed'):
+        yield f'torch, {find_accelerator()}', str(module.initial_seed())
     for name, dl in [('train', learn.dls.train), *evaluation_loaders(learn.dls)]:
         for path, generator in own_generators(dl).items():
             if isinstance(generator, torch.Generator):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learnkit.core.device import find_accelerator
 from learnkit.core.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        "The device of this rank: its own GPU if CUDA is available, else the CPU."
-        if not torch.cuda.is_available():
+        "The device of this rank: its own accelerator if there is one, else the CPU."
+        accelerator = find_accelerator()
+        if accelerator is None:
             return torch.device('cpu')
-        return torch.device('cuda', self.local_rank % torch.cuda.device_count())
+        return torch.device(accelerator.type, self.local_rank % torch.accelerator.device_count())
 
     def broadcast(
         self,
@@ -332,13 +334,17 @@ def _make_groups(
     timeout: timedelta,
 ) -> ProcessGroup:
     "Join the launched ranks, if there are any, and return a group of all ranks on the hosts."
-    has_gpu = torch.cuda.is_available()
+    accelerator = find_accelerator()
+    default = 'gloo'
+    if accelerator is not None:
+        default = f'cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}'
     try:
         if launched:
-            if has_gpu:
-                torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
+            if accelerator is not None:
+                n = torch.accelerator.device_count()
+                torch.accelerator.set_device_index(int(launched['LOCAL_RANK']) % n)
             dist.init_process_group(
-                backend or ('cpu:gloo,cuda:nccl' if has_gpu else 'gloo'),
+                backend or default,
                 timeout=timeout,
                 rank=int(launched['RANK']),
                 world_size=int(launched['WORLD_SIZE']),

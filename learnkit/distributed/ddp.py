@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
+from learnkit.core.device import has_streams
 from learnkit.core.model import call_module
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.distributed.dtensor import reshard
@@ -108,7 +109,7 @@ class Replicas(Parallelism):
 
     def _wrap(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
-        ids = [device.index] if device.type == 'cuda' else None
+        ids = [device.index] if has_streams(device) else None
         self.wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, **self.options)
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)

@@ -67,8 +67,8 @@ def launch(
 def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: Path) -> None:
     "Write the Learner and the function to a file."
     rng = capture_rng()
-    if 'cuda' in rng:
-        rng['cuda'] = rng['cuda'][:1]
+    for device, states in rng.get('devices', {}).items():
+        rng['devices'][device] = states[:1]
     payload = {
         'learn': learn,
         'fn': fn,
@@ -114,10 +114,18 @@ def run_processes(
         finally:
             for p in processes:
                 if p.poll() is None:
-                    os.killpg(p.pid, signal.SIGKILL)  # with the workers of its loaders
+                    _kill(p)
                 p.communicate()
     if any(code != 0 for code in codes):
         raise _make_error(folder, codes)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    "Kill a process, with the workers of its loaders where the system has groups of processes."
+    if hasattr(os, 'killpg'):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
 
 
 def _start(folder: Path, rank: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -241,6 +249,8 @@ def _end_with_parent(folder: Path) -> None:
     def wait() -> None:
         os.read(parent, 1)
         rmtree(folder, ignore_errors=True)  # the parent has not removed its temporary folder
-        os.killpg(0, signal.SIGKILL)
+        if hasattr(os, 'killpg'):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)  # on Windows, where workers end with this process
 
     Thread(target=wait, daemon=True).start()

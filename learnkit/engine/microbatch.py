@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from learnkit.core.batch import count_samples
+from learnkit.core.device import empty_cache
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelBatchException,
@@ -119,8 +120,7 @@ class Microbatches:
             clear_pass(learn)
             restore_buffers(buffers)
             restore_rng(rng)
-            if learn.parts.batch_device is not None and learn.parts.batch_device.type == 'cuda':
-                torch.cuda.empty_cache()
+            empty_cache()
             self.fitting_size = (size + 1) // 2
             warn_of_batch_norm(learn)
 

@@ -220,7 +220,7 @@ class TrainingPasses(Source):
         if self.position is None or not continued:
             self.position = self._next_position(dl)
         begin = self.position.begin
-        self._current = read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
+        self._current = read_ahead(dl, device, begin)
         return self._current
 
     def _next_position(self, dl: Any) -> LoaderPosition:

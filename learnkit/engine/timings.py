@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from learnkit.core.device import has_streams
 from learnkit.core.plotting import axes_or_new
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
@@ -100,7 +101,7 @@ class Timings:
             now = perf_counter()
             part = part_after.get(self._last_event, 'loop')
             if self._last_mark is not None and part in ON_DEVICE:
-                self._pending.append((part, self._last_mark, record_cuda_event(self.device)))
+                self._pending.append((part, self._last_mark, record_event(self.device)))
                 part = 'loop'
             sums[part] += now - self._last_time
             self._last_time = now
@@ -108,8 +109,8 @@ class Timings:
         def end() -> None:
             self._last_event = name
             self._last_time = perf_counter()
-            if self.device is not None and self.device.type == 'cuda':
-                self._last_mark = record_cuda_event(self.device)
+            if self.device is not None and has_streams(self.device):
+                self._last_mark = record_event(self.device)
 
         return begin, end
 
@@ -201,8 +202,8 @@ class TimedTable(HandlerTable):
         return self[name]
 
 
-def record_cuda_event(device: torch.device | None) -> Any:
-    "Record a CUDA event in the device's current stream, and return the event."
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+def record_event(device: torch.device | None) -> Any:
+    "Record an event in the device's current stream, and return the event."
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event

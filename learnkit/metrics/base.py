@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.batch import describe
+from learnkit.core.device import has_streams
 from learnkit.core.errors import MetricError
 from learnkit.metrics.merge import Accumulates
 
@@ -330,10 +331,13 @@ class _Copy:
         weights = [weight for weight in self.weights if isinstance(weight, Tensor)]
         if weights:
             numbers = torch.cat([widen(numbers), widen(torch.stack(weights).flatten())])
-        on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
-        self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
-        self.host.copy_(numbers, non_blocking=on_cuda)
-        self.event = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
+        device = numbers.device
+        ahead = has_streams(
+            device
+        )  # other devices copy synchronously, once per `SEND_EVERY` losses
+        self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=ahead)
+        self.host.copy_(numbers, non_blocking=ahead)
+        self.event = torch.accelerator.current_stream(device).record_event() if ahead else None
 
     @property
     def arrived(self) -> bool:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from learnkit.callbacks.hooks import HookCallback
 from learnkit.core.batch import tensors_in
+from learnkit.core.device import synchronize
 from learnkit.core.errors import OptionError
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.engine.dispatch import as_list
@@ -138,8 +139,7 @@ class ActivationStats(HookCallback):
         "Return the statistics of all batches, [batches, layers, 3 + bins], after their copies have arrived."
         if not self._rows:
             raise OptionError('ActivationStats: nothing was measured yet. Call fit first.')
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        synchronize()
         return torch.stack(self._rows)
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from learnkit.core.device import has_streams
 from learnkit.core.model import model_device
 from learnkit.monitors.monitor import Monitor
 
@@ -34,7 +35,7 @@ class MemoryMonitor(Monitor):
     """Log the memory of the process and, for a model on a GPU, of torch's allocator, in GB of 1e9 bytes.
 
     Peaks of the process are since its start, peaks of the allocator since the last call of
-    `torch.cuda.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
+    `torch.accelerator.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
     does not wait for the device. The memory of the process is logged on Linux.
 
     >>> from learnkit.testing import synth_learner
@@ -65,14 +66,14 @@ class MemoryMonitor(Monitor):
         "Return memory in GB by name."
         device = model_device(self.learn.model, self.learn.dls)
         on_gpu = {}
-        if device.type == 'cuda':
-            on_gpu = read_allocator(torch.cuda.memory_stats(device))
+        if has_streams(device):
+            on_gpu = read_allocator(torch.accelerator.memory_stats(device))
         on_host = {f'memory/{name}_rss_mem': n / GB for name, n in read_resident().items()}
         return {**on_gpu, **on_host}
 
 
 def read_allocator(
-    stats: Mapping[str, Any],  # result of torch.cuda.memory_stats()
+    stats: Mapping[str, Any],  # result of torch.accelerator.memory_stats()
 ) -> dict[str, float]:
     """Return the logged values of the statistics of torch's allocator.
 

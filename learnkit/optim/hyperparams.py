@@ -284,12 +284,15 @@ def match_strides(opt: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(p).copy_(value)
 
 
+FUSED = ('cpu', 'cuda', 'xpu', 'mps')  # devices for which torch has fused kernels
+
+
 def can_fuse(p: torch.Tensor) -> bool:
     "Return True if torch's fused kernels support a parameter: floating point, dense, without gaps."
     p = local_shard(p)
     return (
         type(p) in (torch.Tensor, nn.Parameter)
         and p.is_floating_point()
-        and p.device.type in ('cpu', 'cuda')
+        and p.device.type in FUSED
         and torch.empty_like(p).stride() == p.stride()
     )

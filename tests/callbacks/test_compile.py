@@ -22,7 +22,17 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.core.errors import LossError
-from tests.helpers.compiling import Backend, compiled, distance, fit_both, learner, mlp
+from tests.helpers.compiling import (
+    Backend,
+    compiled,
+    distance,
+    fit_both,
+    learner,
+    mlp,
+    needs_whole_step,
+)
+
+pytestmark = needs_whole_step
 
 has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')

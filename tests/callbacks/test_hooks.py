@@ -22,6 +22,7 @@ from learnkit.callbacks.hooks import (
 )
 from learnkit.core.errors import OptionError
 from learnkit.testing import RegModel, synth_learner
+from tests.helpers.compiling import needs_whole_step
 
 
 def net() -> nn.Sequential:
@@ -253,6 +254,7 @@ def test_a_compiled_model_runs_uncompiled_while_hooks_are_there() -> None:
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
+@needs_whole_step
 def test_the_ordinary_step_runs_while_hooks_are_there() -> None:
     learn = quiet(cb := Shapes(), n_train=4).compile(step=True, backend='eager')
     explanations: list[str] = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from learnkit import Callback, Learner
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from tests.helpers.comparing import same
+from tests.helpers.compiling import needs_whole_step
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -179,6 +180,7 @@ def test_the_methods_add_replace_and_remove() -> None:
     assert same(state(learn.model), state(plain.model))
 
 
+@needs_whole_step
 def test_the_ordinary_step_runs_when_the_whole_step_was_compiled() -> None:
     learn = learner(MixedPrecision('bf16')).compile(step=True, backend='eager')
     learn.fit(1)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback
-from tests.helpers.compiling import distance, fit_both, learner
+from tests.helpers.compiling import distance, fit_both, learner, needs_whole_step
+
+pytestmark = needs_whole_step
 
 
 class Partly(nn.Module):

@@ -27,8 +27,9 @@ DTYPES = [
     torch.uint8,
     torch.complex64,
     torch.complex128,
-    torch.float8_e4m3fn,
 ]
+if torch.__version__ >= '2.10':  # older releases cannot index it
+    DTYPES.append(torch.float8_e4m3fn)
 OTHER_NAN = struct.unpack('<d', struct.pack('<Q', 0x7FF8000000000001))[0]
 
 # each differs from all others

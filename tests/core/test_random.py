@@ -73,7 +73,7 @@ def test_restores_cuda_devices() -> None:
     torch.rand(1, device='cuda')
     state = capture_rng()
     expected = torch.rand(3, device='cuda')
-    assert len(state['cuda']) == torch.cuda.device_count()
+    assert len(state['devices']['cuda']) == torch.cuda.device_count()
     restore_rng(state)
     assert torch.equal(torch.rand(3, device='cuda'), expected)
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
+from learnkit.core import device
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import (
     DataLoaders,
@@ -195,19 +196,27 @@ def test_device_is_chosen_once_and_can_be_set(monkeypatch: pytest.MonkeyPatch) -
     dls.device = 'meta'
     assert dls.device == torch.device('meta')
     assert dls.cpu() is dls and dls.device == torch.device('cpu')
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.backends.cuda, 'is_built', lambda: True)
+    monkeypatch.setattr(device, 'find_accelerator', lambda: torch.device('cuda'))
+    monkeypatch.setattr(torch.accelerator, 'device_count', lambda: 2)
     assert dls.to('cuda:1').device == torch.device('cuda', 1) and dls.cuda().device.type == 'cuda'
     with pytest.raises(LoaderError, match=r"'cuda:2': .* finds 2 such devices"):
         dls.to('cuda:2')
-    assert not torch.cuda.is_initialized()
+    for missing in ('xpu', 'vulkan', 'gpu'):
+        with pytest.raises(LoaderError, match=f'{missing}.*such device'):
+            dls.to(missing)
+    assert not torch.cuda.is_initialized() and dls.device == torch.device('cuda')
 
 
 def test_default_device_takes_the_best_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cuda, mps, name in ((True, True, 'cuda'), (False, True, 'mps'), (False, False, 'cpu')):
-        monkeypatch.setattr(torch.cuda, 'is_available', lambda cuda=cuda: cuda)
-        monkeypatch.setattr(torch.backends.mps, 'is_available', lambda mps=mps: mps)
-        assert default_device() == torch.device(name)
+    for kind in ('cuda', 'xpu', 'mps'):
+        monkeypatch.setattr(
+            torch.accelerator,
+            'current_accelerator',
+            lambda check_available=False, k=kind: torch.device(k),
+        )
+        assert default_device() == torch.device(kind)
+    monkeypatch.undo()
+    assert default_device() == (torch.accelerator.current_accelerator(True) or torch.device('cpu'))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
-"""Read one batch ahead: order, errors and streams, with a stand-in for CUDA where it is missing."""
+"""Copies ahead of time: order, errors and streams, with a stand-in for the streams of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from learnkit import TensorLoader
 from learnkit.data import prefetch as readahead
@@ -23,13 +23,8 @@ def test_on_the_cpu_it_is_the_loaders_own_iterator() -> None:
     assert type(read_ahead(batches, torch.device('cpu'))) is type(iter(batches))
 
 
-def test_nothing_is_drawn_too_early_from_an_iterator() -> None:
-    stream = iter([1, 2])
-    assert read_ahead(stream, CUDA) is stream
-
-
 class Log(list[str]):
-    "A stand-in for torch.cuda's streams that records calls."
+    "A stand-in for torch's streams that records calls."
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = self
@@ -41,15 +36,15 @@ class Log(list[str]):
             def wait_stream(self, other: Any) -> None:
                 log.append('wait')
 
-        @contextmanager
-        def stream(s: Any) -> Iterator[None]:
-            log.append('side')
-            yield
-            log.append('main')
+            def __enter__(self) -> None:
+                log.append('side')
 
-        monkeypatch.setattr(torch.cuda, 'Stream', Stream)
-        monkeypatch.setattr(torch.cuda, 'stream', stream)
-        monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: Stream(device))
+            def __exit__(self, *_: object) -> None:
+                log.append('main')
+
+        monkeypatch.setattr(readahead, 'has_streams', lambda device: device.type == 'cuda')
+        monkeypatch.setattr(torch, 'Stream', Stream)
+        monkeypatch.setattr(torch.accelerator, 'current_stream', Stream)
         monkeypatch.setattr(Tensor, 'record_stream', lambda t, s: log.append('in use'))
         monkeypatch.setattr(Tensor, 'pin_memory', lambda t: t)
         monkeypatch.setattr(readahead, 'to_device', lambda b, device: (log.append('copy'), b)[1])
@@ -68,6 +63,29 @@ def test_the_next_batch_is_on_its_way_before_this_one_is_used(
     assert got == [(0.0, 0.0), (1.0, -1.0), (2.0, -2.0)]
     travel, use = ['side', 'copy', 'main'], ['wait', 'in use', 'in use']
     assert list(log) == [*travel, *use, *travel, 'used', *use, *travel, 'used', *use, 'used']
+
+
+@pytest.mark.parametrize('kind', ['iterator', 'DataLoader in the process'])
+def test_where_drawing_early_would_lose_a_batch_it_is_copied_when_it_is_drawn(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log()
+    log.install(monkeypatch)
+    drawn: list[int] = []
+
+    def draw() -> Iterator[Tensor]:
+        for i in range(3):
+            drawn.append(i)
+            yield torch.full((1,), i)
+
+    if kind == 'iterator':
+        batches = read_ahead(draw(), CUDA)
+    else:
+        dl = DataLoader([torch.zeros(1)] * 3, num_workers=0)
+        batches = read_ahead(dl, CUDA, draw)
+    assert not drawn and not log
+    assert [(t.item(), len(drawn)) for t in batches] == [(0, 1), (1, 2), (2, 3)]
+    assert list(log) == ['side', 'copy', 'main', 'wait', 'in use'] * 3
 
 
 def test_an_error_comes_with_the_batch_it_belongs_to(monkeypatch: pytest.MonkeyPatch) -> None:

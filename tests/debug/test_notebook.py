@@ -55,8 +55,9 @@ SHELL = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell()
+had_jedi = 'jedi' in sys.modules
 shell.run_cell('import learnkit; from learnkit import Learner').raise_error()
-print('info' in vars(shell.inspector), 'jedi' in sys.modules)
+print('info' in vars(shell.inspector), ('jedi' in sys.modules) != had_jedi)
 shell.run_cell('%load_ext learnkit').raise_error()
 print('info' in vars(shell.inspector))
 print(shell.inspector.info(shell.user_ns['Learner'].fit_until)['docstring'])

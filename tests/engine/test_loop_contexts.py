@@ -11,6 +11,7 @@ import torch
 
 from learnkit import Callback, CancelBatchException
 from learnkit.testing import synth_learner
+from tests.helpers.compiling import needs_whole_step
 
 
 class Bracket(Callback):
@@ -169,6 +170,7 @@ def test_an_error_in_making_one_leaves_those_before_it() -> None:
     assert seen == ['<forward', 'forward>']
 
 
+@needs_whole_step
 def test_the_compiled_step_steps_aside() -> None:
     learn = learner(Bracket([]))
     learn.compile(step=True)

