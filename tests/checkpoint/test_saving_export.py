@@ -16,7 +16,8 @@ from learnkit.core.errors import ModelError, OptionError
 from tests.helpers.fresh import output_of
 
 SERVE = """
-import sys, torch
+import sys, torch, warnings
+warnings.filterwarnings('ignore', 'The given buffer is not writable')  # of torch 2.9
 folder = sys.argv[1]
 program = torch.export.load(f'{folder}/export.pt2').module()
 inputs = torch.load(f'{folder}/x.pt')
