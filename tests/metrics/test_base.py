@@ -186,11 +186,12 @@ def test_latest_never_waits_for_a_copy_on_the_way(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.cuda
 def test_smooth_loss_on_the_device() -> None:
     losses = torch.rand(300)
+    on_device = losses.cuda()
     s, on_cpu = AvgSmoothLoss(), run(AvgSmoothLoss(), losses)
     with torch.cuda.device(0):
         torch.cuda.set_sync_debug_mode('error')
         try:
-            run(s, losses.cuda())
+            run(s, on_device)
         finally:
             torch.cuda.set_sync_debug_mode('default')
     run(s, losses[:3])  # from the CPU, after the losses of the device
