@@ -25,6 +25,7 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
 if TYPE_CHECKING:
+    from learnkit.checkpoint.mirror import Mirror
     from learnkit.learner import Learner
 
 # suffixes of a checkpoint's file, and of the folders of shards and of callbacks next to it
@@ -82,9 +83,10 @@ def next_path(
     folder: Path,
     epoch: int,  # number of finished epochs
     ba: int,  # number of finished batches
+    after: int = 0,  # number of the newest checkpoint elsewhere
 ) -> Path:
     "Return the path of the next checkpoint, named by its number, epochs and batches."
-    number = max(map(parse_number, folder.glob(f'*{SUFFIX}')), default=0) + 1
+    number = max([after, *map(parse_number, folder.glob(f'*{SUFFIX}'))]) + 1
     return folder / f'{number:05}-ep{epoch}-ba{ba}{SUFFIX}'
 
 
@@ -123,6 +125,7 @@ def sort_by_score(checkpoints: Iterable[Entry]) -> list[Entry]:
 def find(
     which: Any,  # True, 'latest', 'best', or the path of a checkpoint or of a folder of checkpoints
     folder: Path,  # folder to search
+    mirror: Mirror | None = None,  # store from which newer checkpoints are fetched into the folder
 ) -> Found | None:
     """Find, verify and load a checkpoint.
 
@@ -137,11 +140,13 @@ def find(
             f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
             'from `learn.checkpoint_state()`.'
         )
-    return _find_undamaged(folder, which)
+    return _find_undamaged(folder, which, mirror)
 
 
-def _find_undamaged(folder: Path, which: Any) -> Found | None:
+def _find_undamaged(folder: Path, which: Any, mirror: Mirror | None = None) -> Found | None:
     checkpoints = entries(folder)
+    if mirror is not None:
+        checkpoints = mirror.add_entries(checkpoints, folder, which)
     candidates = sort_by_score(checkpoints) if which == 'best' else checkpoints
     if not candidates and which is True:
         return None
@@ -153,6 +158,8 @@ def _find_undamaged(folder: Path, which: Any) -> Found | None:
     errors: list[str] = []
     for e in candidates:
         try:
+            if mirror is not None and not e.path.exists():
+                mirror.download(e.path)
             found = e.path, *load_state(e.path)
         except (DamagedError, OSError) as error:
             errors.append(_describe_error(error, e.path))
