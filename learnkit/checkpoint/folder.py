@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
@@ -25,7 +25,6 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
 if TYPE_CHECKING:
-    from learnkit.checkpoint.mirror import Mirror
     from learnkit.learner import Learner
 
 # suffixes of a checkpoint's file, and of the folders of shards and of callbacks next to it
@@ -58,6 +57,14 @@ class Entry:
         if not isinstance(value, (int, float)) or value != value:
             return None
         return -value if self.info.get('mode') == 'max' else value
+
+
+class Store(Protocol):
+    "Copies of a folder's checkpoints, such as `learnkit.checkpoint.mirror.Mirror`."
+
+    def add_entries(self, local: list[Entry], folder: Path, which: Any) -> list[Entry]: ...
+
+    def download(self, path: Path) -> None: ...
 
 
 def parse_number(path: Path) -> int:
@@ -125,7 +132,7 @@ def sort_by_score(checkpoints: Iterable[Entry]) -> list[Entry]:
 def find(
     which: Any,  # True, 'latest', 'best', or the path of a checkpoint or of a folder of checkpoints
     folder: Path,  # folder to search
-    mirror: Mirror | None = None,  # store from which newer checkpoints are fetched into the folder
+    mirror: Store | None = None,  # store from which newer checkpoints are fetched into the folder
 ) -> Found | None:
     """Find, verify and load a checkpoint.
 
@@ -143,7 +150,7 @@ def find(
     return _find_undamaged(folder, which, mirror)
 
 
-def _find_undamaged(folder: Path, which: Any, mirror: Mirror | None = None) -> Found | None:
+def _find_undamaged(folder: Path, which: Any, mirror: Store | None = None) -> Found | None:
     checkpoints = entries(folder)
     if mirror is not None:
         checkpoints = mirror.add_entries(checkpoints, folder, which)
