@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
-from learnkit.checkpoint.file import damaged_error, shorten_error
+from learnkit.checkpoint.file import shorten_error
 from learnkit.checkpoint.folder import (
     OWN_FILES,
     PARTS,
@@ -31,8 +30,8 @@ from learnkit.core.optional import describe_missing
 from learnkit.core.validation import warn_user
 
 RETRY_S = 1.0  # wait after the first failure; it doubles with each further one
-MAX_RETRY_S = 60.0
-# how long the end of a fit waits for a store that fails; most clusters kill 30 s after SIGTERM
+MAX_RETRY_S = 15.0
+# piece of the wait for the last upload: longer than `MAX_RETRY_S`, and most clusters kill 30 s after SIGTERM
 WAIT_S = 20.0
 
 
@@ -46,18 +45,16 @@ class Mirror:
         self,
         url: str,  # folder of the store, such as 's3://bucket/run'
     ) -> None:
-        protocol, separator, path = str(url).partition('://')
-        if not isinstance(url, str) or not separator or not path.strip('/'):
-            raise OptionError(
-                f"mirror={url!r}: give the URL of a folder, such as 's3://bucket/run'."
-            )
         from fsspec import get_filesystem_class
 
+        protocol, _, path = str(url).partition('://')
         try:
+            if not path.strip('/'):
+                raise ValueError('no folder')
             get_filesystem_class(protocol)
-        except ValueError:
+        except ValueError as e:
             raise OptionError(
-                f"mirror={url!r}: fsspec has no file system {protocol!r}. Give a URL such as 's3://bucket/run'."
+                f"mirror={url!r} ({e}): give the URL of a folder, such as 's3://bucket/run'."
             ) from None
         except ImportError as e:
             library = getattr(e.__cause__, 'name', None) or protocol
@@ -74,34 +71,33 @@ class Mirror:
         return fs, root.rstrip('/')
 
     def list_names(self) -> list[str]:
-        "Return the names of files and folders in the store."
+        "Return the names of the files and folders in the store."
         fs, root = self.open()
         fs.invalidate_cache()
-        with suppress(FileNotFoundError):
-            return [path.rstrip('/').rpartition('/')[2] for path in fs.ls(root, detail=False)]
-        return []
+        try:
+            return [Path(path).name for path in fs.ls(root, detail=False)]
+        except FileNotFoundError:
+            return []
 
     def entries(
         self,
         folder: Path,  # folder of the local files
         with_info: bool,  # whether to read the headers of the files
     ) -> list[Entry]:
-        "Return the checkpoints of the store, newest first, with the paths that they have in `folder`."
+        "Return the checkpoints of the store, with the paths that they have in `folder`."
         numbers = {name: parse_number(Path(name)) for name in self.list_names()}
-        found = [
+        return [
             Entry(folder / name, n, self._read_info(name) if with_info else {})
             for name, n in numbers.items()
             if n
         ]
-        return sorted(found, key=lambda e: -e.number)
 
     def _read_info(self, name: str) -> dict[str, Any]:
         "Return the `info` in the header of a checkpoint's file, without reading the rest; {} for a damaged file."
         fs, root = self.open()
-        path = f'{root}/{name}'
-        size = int.from_bytes(fs.cat_file(path, start=0, end=8), 'little')
+        size = int.from_bytes(fs.cat_file(f'{root}/{name}', start=0, end=8), 'little')
         try:
-            header = json.loads(fs.cat_file(path, start=8, end=8 + size))
+            header = json.loads(fs.cat_file(f'{root}/{name}', start=8, end=8 + size))
             return dict(json.loads(header['__metadata__']['info']))
         except (ValueError, KeyError, TypeError):
             return {}
@@ -137,13 +133,11 @@ class Mirror:
                 for stored in fs.find(f'{root}/{path.with_suffix(suffix).name}'):
                     name = stored.removeprefix(f'{root}/')
                     if '..' in Path(name).parts:
-                        raise damaged_error(path, f'it has a file {name!a}')
+                        raise ValueError(f'{name!a} is outside of it')
                     with atomic_write(path.parent / name) as tmp:
                         fs.get_file(stored, str(tmp))
             with atomic_write(path) as tmp:
                 fs.get_file(f'{root}/{path.name}', str(tmp))
-        except CheckpointError:
-            raise
         except Exception as e:
             raise OSError(f'{self.url} fails ({describe_error(e)})') from e
 
@@ -159,23 +153,22 @@ class Mirror:
     def remove(self, name: str) -> None:
         "Remove a checkpoint from the store, its `.ckpt` first."
         fs, root = self.open()
-        with suppress(FileNotFoundError):
-            fs.rm_file(f'{root}/{name}')
-        for suffix in (PARTS, OWN_FILES):
-            folder = f'{root}/{Path(name).with_suffix(suffix)}'
-            if fs.exists(folder):
-                fs.rm(folder, recursive=True)
+        for suffix in (SUFFIX, PARTS, OWN_FILES):
+            path = f'{root}/{Path(name).with_suffix(suffix)}'
+            if fs.exists(path):
+                fs.rm(path, recursive=True)
 
     def sweep(self) -> None:
         "Remove the folders of checkpoints whose upload was interrupted."
         names = self.list_names()
-        folders = [Path(n) for n in names if Path(n).suffix in (PARTS, OWN_FILES)]
-        for folder in folders:
-            name = folder.with_suffix(SUFFIX).name
-            if parse_number(Path(name)) and name not in names:
-                self.remove(name)
+        for path in map(Path, names):
+            owner = path.with_suffix(SUFFIX)
+            is_folder = path.suffix in (PARTS, OWN_FILES) and parse_number(owner)
+            if is_folder and owner.name not in names:
+                self.remove(owner.name)
 
 
+@dataclass
 class Uploader:
     """Thread that uploads the newest checkpoint of a run, then its best ones, and removes superfluous ones.
 
@@ -184,35 +177,21 @@ class Uploader:
     `warn` in the thread that trains.
     """
 
-    def __init__(
-        self,
-        mirror: Mirror,
-        folder: Path,  # folder of the local files
-        run: str,  # id of the run, whose checkpoints may be removed
-        keep_last: int | None,
-        keep_best: int,
-    ) -> None:
-        self.mirror = mirror
-        self.folder = folder
-        self.run = run
-        self.keep_last = keep_last
-        self.keep_best = keep_best
-        self.newest_before = (
-            0  # number of the newest checkpoint that was in the store before this fit
-        )
-        self._stored: list[Entry] | None = None  # checkpoints of the store; None before it was read
-        self._kept: list[Entry] = []  # checkpoints of this run in the folder
-        self._reading: Path | None = None  # file whose upload runs
-        self._is_busy = False
-        self._deadline: float | None = (
-            None  # time from which a failing store is no longer waited for
-        )
-        self._is_closed = False
-        self._failures = 0  # failures in a row
-        self._messages: dict[str, str] = {}  # warnings by the type of error; '' for issued ones
-        self._changed = threading.Condition()
-        self._hurry = threading.Event()  # ends a wait between tries
-        self._thread = threading.Thread(target=self._run, name='checkpoint-mirror', daemon=True)
+    mirror: Mirror
+    folder: Path  # folder of the local files
+    run: str  # id of the run, whose checkpoints may be removed
+    keep_last: int | None
+    keep_best: int
+    newest_before: int = 0  # number of the newest checkpoint that was in the store before this fit
+    _stored: list[Entry] | None = None  # checkpoints of the store; None before it was read
+    _kept: list[Entry] = field(default_factory=list)  # checkpoints of this run in the folder
+    _reading: Path | None = None  # file whose upload runs
+    _failures: int = 0  # failures in a row
+    _messages: dict[str, str] = field(default_factory=dict)  # warnings by type; '' for issued ones
+    _is_ending: bool = False  # whether the thread ends when nothing is missing
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread = field(init=False)
 
     def start(self, kept: Iterable[Entry]) -> None:
         "Look up what the store has, and begin to upload what the run has kept so far."
@@ -222,13 +201,14 @@ class Uploader:
             self._note_failure(e)
         self.warn()
         self.push(kept)
+        self._thread = threading.Thread(target=self._run, name='checkpoint-mirror', daemon=True)
         self._thread.start()
 
     def push(self, kept: Iterable[Entry]) -> Path | None:
         "Set the checkpoints that the folder keeps; return the file that is being read and must not be removed yet."
         with self._changed:
             self._kept = sorted(kept, key=lambda e: e.number)
-            self._changed.notify_all()
+            self._changed.notify()
             return self._reading
 
     def warn(self) -> None:
@@ -239,20 +219,18 @@ class Uploader:
                 warn_user(text)
 
     def finish(self) -> bool:
-        """Wait up to `WAIT_S` for the uploads. Return True if they are done, or if the store has failed for so long.
+        """Wait up to `WAIT_S` for the uploads, and return True if they are done, or if the store fails.
 
-        The thread has ended then. A slow upload without failures is waited for by calling the method again.
+        A slow upload is waited for by calling the method again.
         """
-        with self._changed:
-            if self._deadline is None:
-                self._deadline = monotonic() + WAIT_S
-                self._failures = 0
-                self._hurry.set()
-            if not self._changed.wait_for(self._is_done, WAIT_S):
-                return False
-            missing = self._find_missing()
+        self._end()
+        self._thread.join(WAIT_S)
+        is_failing = self._failures > 0 and self._reading is None
+        if self._thread.is_alive() and not is_failing:
+            return False
         self.close()
         self.warn()
+        missing = self._find_missing()
         if missing is not None:
             warn_user(
                 f'{self.mirror.url} lacks {missing.path.name}, as uploads fail. The file is in {self.folder}: resume '
@@ -260,20 +238,15 @@ class Uploader:
             )
         return True
 
-    def _is_done(self) -> bool:
-        is_late = self._deadline is not None and monotonic() >= self._deadline
-        if is_late and self._failures and self._reading is None:
-            return True
-        return not self._is_busy and self._find_missing() is None
-
     def close(self) -> None:
         "End the thread, after the request that runs."
+        self._closed.set()
+        self._end()
+
+    def _end(self) -> None:
         with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._hurry.set()
-        if not self._is_busy:
-            self._thread.join()
+            self._is_ending = True
+            self._changed.notify()
 
     # -- in the thread -----------------------------------------------------------------------------
 
@@ -282,21 +255,17 @@ class Uploader:
             try:
                 self._upload_next()
                 self._remove_superfluous()
+                self._failures = 0
             except Exception as e:  # the libraries' errors have no common base class
                 self._note_failure(e)
-                self._hurry.wait(min(RETRY_S * 2 ** (self._failures - 1), MAX_RETRY_S))
-                self._hurry.clear()
-            else:
-                self._failures = 0
+                wait_s = RETRY_S * 2 ** min(self._failures - 1, 10)
+                self._closed.wait(min(wait_s, MAX_RETRY_S))
 
     def _wait_for_work(self) -> bool:
         "Wait until a checkpoint is missing in the store; return False when the thread has to end."
         with self._changed:
-            self._is_busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed or self._find_missing())
-            self._is_busy = True
-            return not self._is_closed
+            self._changed.wait_for(lambda: self._is_ending or self._find_missing())
+            return self._find_missing() is not None and not self._closed.is_set()
 
     def _find_missing(self) -> Entry | None:
         "Return the newest checkpoint, or else one of the best, that the store lacks."
@@ -318,17 +287,15 @@ class Uploader:
         with self._changed:
             missing = self._find_missing()
             self._reading = None if missing is None else missing.path
-        if missing is None:
-            return
         try:
-            self.mirror.upload(missing.path)
-            self._stored = [*(self._stored or ()), missing]
+            if missing is not None:
+                self.mirror.upload(missing.path)
+                self._stored = [*(self._stored or ()), missing]
         finally:
             self._reading = None
 
     def _remove_superfluous(self) -> None:
-        stored = self._stored or []
-        own = [e for e in stored if e.info.get('run') == self.run]
+        own = [e for e in self._stored or () if e.info.get('run') == self.run]
         kept = {e.path for e in self._kept}  # or the thread would upload them again
         for path in find_superfluous(own, self.keep_last, self.keep_best):
             if path not in kept:
@@ -336,9 +303,7 @@ class Uploader:
                 self._stored = [e for e in self._stored or () if e.path != path]
 
     def _note_failure(self, error: Exception) -> None:
-        with self._changed:
-            self._failures += 1
-            self._changed.notify_all()
+        self._failures += 1
         text = (
             f'{self.mirror.url} fails ({describe_error(error)}). Checkpoints stay in {self.folder}; uploads are '
             'retried.'

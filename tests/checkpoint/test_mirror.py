@@ -33,7 +33,6 @@ N = 4  # batches an epoch
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
     monkeypatch.setattr(module, 'RETRY_S', 0.001)
-    monkeypatch.setattr(module, 'WAIT_S', 0.05)
     fs = fsspec.filesystem('memory')
     yield fs
     fs.store.clear()
@@ -275,12 +274,19 @@ def test_a_store_that_fails_for_a_while(tmp_path: Path, store: Any, monkeypatch:
 
 @pytest.mark.parametrize('background', [False, True])
 def test_a_store_that_is_gone_for_good(background: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    Failing(monkeypatch, OSError('gone'))
+    failing = Failing(monkeypatch, OSError('gone'))
+    monkeypatch.setattr(module, 'WAIT_S', 0.05)
+    monkeypatch.setattr(module, 'MAX_RETRY_S', 0.0)
+
+    def wait(cb: Any) -> None:
+        while cb.epoch == 1 and len(failing.times) < 1100:  # 2 ** 1024 would be no float
+            time.sleep(0.001)
+
     with (
         pytest.warns(UserWarning, match=f'{URL} fails .OSError: gone'),
         pytest.warns(UserWarning, match='lacks 00002-ep2-ba8.ckpt'),
     ):
-        learn = fit(tmp_path, 2, background=background)
+        learn = fit(tmp_path, 2, background=background, cbs=[Callback(before_batch=wait)])
     assert len(learn.history) == 2 and local(tmp_path)[-1] == '00002-ep2-ba8.ckpt'
 
 
@@ -288,11 +294,13 @@ def test_fits_one_after_another_after_a_failure(
     tmp_path: Path, store: Any, monkeypatch: Any
 ) -> None:
     failing = Failing(monkeypatch, OSError('gone'))
+    monkeypatch.setattr(module, 'WAIT_S', 0.05)
     learn = synth_learner(n_train=N, n_valid=1, cbs=Checkpoint(folder=tmp_path, mirror=URL))
     with learn.no_bar(), learn.no_logging():
         with pytest.warns(UserWarning, match='gone'), pytest.warns(UserWarning, match='lacks'):
             learn.fit(1)
         failing.is_on = False
+        monkeypatch.setattr(module, 'WAIT_S', 60)
         learn.fit(1)
         with pytest.raises(ZeroDivisionError):
             learn.fit(2, cbs=Callback(before_validate=lambda cb: cb.epoch and 1 / 0))
@@ -308,6 +316,7 @@ def unreadable(*args: Any, **kwargs: Any) -> None:
 def test_a_store_that_cannot_be_read(tmp_path: Path, store: Any, monkeypatch: Any) -> None:
     fit(tmp_path / 'a', 1)
     monkeypatch.setattr(MemoryFileSystem, 'ls', unreadable)
+    monkeypatch.setattr(module, 'WAIT_S', 0.05)
     for resume in (True, 'latest', 'best'):
         with pytest.raises(CheckpointError, match=f'{URL} cannot be read .TimeoutError: no answer'):
             fit(tmp_path / 'b', 2, resume=resume)

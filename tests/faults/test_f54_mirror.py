@@ -190,10 +190,10 @@ def test_many_kills(s3: S3, n: int, options: dict[str, Any], request: Any, tmp_p
 
 
 def train_with(
-    s3: S3, folder: Path, run: str, **events: Any
+    s3: S3, folder: Path, run: str, wait_s: float, **events: Any
 ) -> tuple[list[str], list[str], list[str]]:
     "Train with functions at events; return the warnings, and the names in the folder and in the store."
-    module.RETRY_S, module.WAIT_S = 0.01, 0.5
+    module.RETRY_S, module.MAX_RETRY_S, module.WAIT_S = 0.01, 0.05, wait_s
     checkpoint = Checkpoint('1ba', folder, keep_last=1, keep_best=0, mirror=f's3://{BUCKET}/{run}')
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always', UserWarning)
@@ -224,6 +224,7 @@ def test_a_server_fails_for_a_while(s3: S3, tmp_path: Path) -> None:
         s3,
         tmp_path,
         'a while',
+        60,
         before_batch=partial(fail_from, s3),
         after_batch=recover,
     )
@@ -245,7 +246,7 @@ def test_a_store_that_is_never_reached(
         monkeypatch.delenv('AWS_ACCESS_KEY_ID')
     if fault == 'no bucket':
         monkeypatch.setattr(f'{__name__}.BUCKET', 'none')
-    messages, local, stored = in_child(partial(train_with, s3, tmp_path, run))
+    messages, local, stored = in_child(partial(train_with, s3, tmp_path, run, 0.5))
     assert local == ['00009-ep1-ba8.ckpt'] and stored == []
     error = {
         'no server': 'EndpointConnectionError',
@@ -265,8 +266,11 @@ def test_sigterm_waits_for_the_last_upload(s3: S3, tmp_path: Path, is_reached: b
             s3.set_mode(200 if is_reached else 500, wait_s=0.05)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    wait_s = 60 if is_reached else 0.5
     try:
-        with start(partial(train_with, s3, tmp_path, f'{is_reached}', before_batch=send)) as child:
+        with start(
+            partial(train_with, s3, tmp_path, f'{is_reached}', wait_s, before_batch=send)
+        ) as child:
             assert child.wait(600) == 128 + signal.SIGTERM
             assert 'SIGTERM: the run is saved' in child.stderr
             assert ('lacks 00005-ep0-ba5.ckpt' in child.stderr) != is_reached
