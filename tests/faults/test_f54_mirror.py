@@ -107,7 +107,7 @@ class Totals:
     "Counts over all killed runs."
 
     kills: int = 0
-    resumed: int = 0
+    resumed: int = 0  # kills that left a checkpoint in the store
     within: int = 0  # kills before the newest checkpoint was uploaded
     lost: int = 0  # checkpoints that were newer than the last upload
     most: int = 0
@@ -117,7 +117,7 @@ def live(
     s3: S3, folder: Path, run: str, draw: random.Random, totals: Totals, **options: Any
 ) -> bool:
     "Train in an empty folder until a random instant; return True if the run has ended before."
-    before = [name for name in s3.names(run) if name.endswith('.ckpt')]
+    before = s3.names(run)
     with start(partial(train, folder, run, **options)) as child:
         n_uploads = draw.randrange(4)
         child.wait(600, lambda: len(read(folder / 'uploaded')) >= n_uploads)
@@ -128,11 +128,11 @@ def live(
         assert is_killed or child.code == 0, child.stderr
     if (folder / 'resumed').exists():
         assert read(folder / 'resumed') == before[-1:]
-        totals.resumed += bool(before)
     uploaded, stored, local = read(folder / 'uploaded'), s3.names(run), local_names(folder)
     assert all(name <= stored[-1] for name in uploaded)
     if is_killed:
         totals.kills += 1
+        totals.resumed += bool(stored)
         newest = int(stored[-1][:5]) if stored else 0
         lost = max(0, int(local[-1][:5]) - newest) if local else 0
         assert lost <= 1 or not options.get('is_paced')
@@ -154,7 +154,9 @@ def kill_runs(s3: S3, tmp_path: Path, n: int, seed: int = 0, **options: Any) -> 
                 break
             if live(s3, folder, run, draw, totals, **options):
                 break
-        assert same(in_child(partial(train, next(folders), run, **options)), expected)
+        before, folder = s3.names(run), next(folders)
+        assert same(in_child(partial(train, folder, run, **options)), expected)
+        assert read(folder / 'resumed') == before[-1:]
         if totals.kills >= n:
             return totals
     raise AssertionError('unreachable')
@@ -180,10 +182,10 @@ def test_many_kills(s3: S3, n: int, options: dict[str, Any], request: Any, tmp_p
     found = kill_runs(s3, tmp_path, n, 1, **options)
     print(
         f'row 54: {found.kills} kills while checkpoints were uploaded to S3 ({request.node.callspec.id}), '
-        f'{found.resumed} resumed in an empty folder, all exact; {found.within} kills lost {found.lost} checkpoints '
-        f'newer than the last upload, {found.most} at most'
+        f'{found.resumed} of them resumed in an empty folder, all exact; {found.within} kills lost {found.lost} '
+        f'checkpoints newer than the last upload, {found.most} at most'
     )
-    assert found.resumed > n // 4
+    assert found.resumed > n // 2
 
 
 # -- stores that fail ------------------------------------------------------------------------------
