@@ -441,7 +441,7 @@ class Checkpoint(Callback):
     def _finish_uploads(self) -> None:
         "Wait on all ranks for the last upload, in pieces that no timeout of the process group ends."
         world = self.learn.world
-        while world.any(world.run_on_all(self._is_uploading)):
+        while self.mirror is not None and world.any(world.run_on_all(self._is_uploading)):
             pass
 
     def _is_uploading(self) -> bool:

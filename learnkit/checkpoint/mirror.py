@@ -276,8 +276,8 @@ class Uploader:
         return None
 
     def _read_store(self) -> None:
-        self.mirror.sweep()
         stored = self.mirror.entries(self.folder, with_info=self.keep_last is not None)
+        self.mirror.sweep()
         self.newest_before = max((e.number for e in stored), default=0)
         self._stored = stored
 
