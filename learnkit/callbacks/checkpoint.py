@@ -30,6 +30,7 @@ from learnkit.checkpoint.folder import (
     sweep_folders,
     write_own_files,
 )
+from learnkit.checkpoint.mirror import Mirror, Uploader
 from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
@@ -79,14 +80,21 @@ class Checkpoint(Callback):
     The first checkpoint of a fit compares the attributes of modules, data set and callbacks with those at the fit's
     start. One warning names all that have changed and that no checkpoint holds; `rehearse=False` leaves it out.
 
+    With `mirror='s3://bucket/run'`, or another URL that fsspec opens, a thread of rank 0 copies the newest and the best
+    checkpoints to this store, and removes those that the folder would not keep. `fit(resume=True)` fetches the store's
+    newest whole checkpoint if the folder has none that is as new. Training does not wait for an upload, and no failure
+    of the store stops it: the thread warns once for each kind of failure, and tries again. The end of a fit waits for
+    the last upload, also on SIGTERM. Two runs cannot share a store's folder.
+
     On SIGTERM the current batch, or the current evaluation, is finished, a checkpoint is written, and the process calls
     the earlier signal handler and exits with code 143; in IPython the fit ends. `preemption=False` installs no signal
     handler.
 
-    Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
-    written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises `WeightsError` if
-    the model lacks the frozen weights that were left out. Checkpointed: the time at which the interval was last
-    checked, the monitored value, the best values, and with `trainable_only` the names of the trained parameters.
+    Raises `OptionError` for invalid options, `MissingExtraError` if a library for the mirror is missing, and before
+    training `CheckpointError` for a folder that cannot be written, `FolderInUseError`, and `MetricError` if `monitor`
+    is not recorded. A resumed fit raises `WeightsError` if the model lacks the frozen weights that were left out.
+    Checkpointed: the time at which the interval was last checked, the monitored value, the best values, and with
+    `trainable_only` the names of the trained parameters.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -112,6 +120,7 @@ class Checkpoint(Callback):
         preemption: bool = True,  # whether SIGTERM saves a checkpoint and exits
         trainable_only: bool = False,  # whether to leave out weights that are frozen from the start
         rehearse: bool = True,  # whether the first checkpoint of a fit warns of what would be lost
+        mirror: str | None = None,  # URL of a store for copies, such as 's3://bucket/run'
     ) -> None:
         try:
             self.every = None if every is None else as_time(every, 'ep')
@@ -136,6 +145,8 @@ class Checkpoint(Callback):
         self.rehearse = rehearse
         self.preemption = preemption
         self.trainable_only = trainable_only
+        self.mirror = None if mirror is None else Mirror(mirror)
+        self._uploader: Uploader | None = None  # in rank 0, during a fit
         self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
@@ -205,6 +216,16 @@ class Checkpoint(Callback):
         if world.is_first:
             existing = entries(self.checkpoint_folder())
             self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
+            self._begin_uploads()
+
+    def _begin_uploads(self) -> None:
+        "Start the thread that uploads to the mirror, if there is one."
+        if self.mirror is not None:
+            folder = self.checkpoint_folder()
+            self._uploader = Uploader(
+                self.mirror, folder, self._run_id, self.keep_last, self.keep_best
+            )
+            self._uploader.start(self._run_entries)
 
     def _find_monitored_name(self) -> str | None:
         "Return the name of the monitored value, or None if no value is monitored."
@@ -260,6 +281,8 @@ class Checkpoint(Callback):
         has_failed = writing is not None and writing.done() and writing.exception() is not None
         if post('failed', has_failed):
             self.learn.world.run_on_all(self._wait)
+        if self._uploader is not None:
+            self._uploader.warn()
         if is_due or is_best:
             self.save()
 
@@ -336,7 +359,8 @@ class Checkpoint(Callback):
         learn = self.learn
         path = ''
         if learn.world.is_first:
-            path = str(next_path(self.checkpoint_folder(), learn.time.ep, learn.time.ba))
+            after = 0 if self._uploader is None else self._uploader.newest_before
+            path = str(next_path(self.checkpoint_folder(), learn.time.ep, learn.time.ba, after))
         path = learn.world.broadcast(path)
         write = partial(write_own_files, learn, Path(path)) if learn.world.is_first else dict
         return Path(path), learn.world.run_on_all(write)
@@ -401,9 +425,34 @@ class Checkpoint(Callback):
             return
         write_state(path, state, info)
         self._run_entries.append(Entry(path, parse_number(path), info))
-        for old in find_superfluous(self._run_entries, self.keep_last, self.keep_best):
-            remove_checkpoint(old)
-            self._run_entries = [e for e in self._run_entries if e.path != old]
+        self._remove_superfluous()
+
+    def _remove_superfluous(self) -> None:
+        "Remove checkpoints that are not kept, and let the thread upload the others."
+        old = find_superfluous(self._run_entries, self.keep_last, self.keep_best)
+        if self._uploader is not None:
+            kept = [e for e in self._run_entries if e.path not in old]
+            reading = self._uploader.push(kept)
+            old = [path for path in old if path != reading]
+        for path in old:
+            remove_checkpoint(path)
+        self._run_entries = [e for e in self._run_entries if e.path not in old]
+
+    def _finish_uploads(self) -> None:
+        "Wait on all ranks for the last upload, in pieces that no timeout of the process group ends."
+        world = self.learn.world
+        while self.mirror is not None and world.any(world.run_on_all(self._is_uploading)):
+            pass
+
+    def _is_uploading(self) -> bool:
+        "Wait some seconds for the last upload, and return True if it still runs."
+        if self._uploader is None:
+            return False
+        if not self._uploader.finish():
+            return True
+        self._uploader = None
+        self._remove_superfluous()  # also what the upload was reading
+        return False
 
     def _wait(self) -> None:
         "Wait for the checkpoint that is being written, and raise an error of the background thread."
@@ -420,6 +469,7 @@ class Checkpoint(Callback):
         "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
         if self._is_outer_fit():
             self.learn.world.run_on_all(self._wait)
+            self._finish_uploads()
             self._stop_request.received = self.learn.world.any(self._stop_request.received)
 
     def _is_outer_fit(self) -> bool:
@@ -441,6 +491,7 @@ class Checkpoint(Callback):
         path = self._save(background=False)
         if self.learn.world.is_first:
             print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)
+        self._finish_uploads()
         self._stop_request.received = False
         checkpoints = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
         if any(cb._stop_request.received for cb in checkpoints):
@@ -450,9 +501,11 @@ class Checkpoint(Callback):
         raise CancelFitException
 
     def cleanup(self) -> None:
-        "Wait for the background thread, release the folder, and restore the signal handler."
+        "Wait for the background threads, release the folder, and restore the signal handler."
         try:
             self._wait()
+            while self._is_uploading():
+                pass
         finally:
             must_leave = self._stop_request.received
             self._stop_request.received = False
@@ -463,6 +516,9 @@ class Checkpoint(Callback):
     def on_run_ended(self) -> None:
         "Release the folder and restore the signal handler, also if the cleanup was aborted."
         self._stop_request.restore()
+        if self._uploader is not None:
+            self._uploader.close()
+        self._uploader = None
         try:
             if self._thread is not None:
                 self._thread.shutdown()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
@@ -59,6 +59,14 @@ class Entry:
         return -value if self.info.get('mode') == 'max' else value
 
 
+class Store(Protocol):
+    "Copies of a folder's checkpoints, such as `learnkit.checkpoint.mirror.Mirror`."
+
+    def add_entries(self, local: list[Entry], folder: Path, which: Any) -> list[Entry]: ...
+
+    def download(self, path: Path) -> None: ...
+
+
 def parse_number(path: Path) -> int:
     "Return a checkpoint's number; 0 for other files."
     match = _NAME.fullmatch(path.name)
@@ -82,9 +90,10 @@ def next_path(
     folder: Path,
     epoch: int,  # number of finished epochs
     ba: int,  # number of finished batches
+    after: int = 0,  # number of the newest checkpoint elsewhere
 ) -> Path:
     "Return the path of the next checkpoint, named by its number, epochs and batches."
-    number = max(map(parse_number, folder.glob(f'*{SUFFIX}')), default=0) + 1
+    number = max([after, *map(parse_number, folder.glob(f'*{SUFFIX}'))]) + 1
     return folder / f'{number:05}-ep{epoch}-ba{ba}{SUFFIX}'
 
 
@@ -123,6 +132,7 @@ def sort_by_score(checkpoints: Iterable[Entry]) -> list[Entry]:
 def find(
     which: Any,  # True, 'latest', 'best', or the path of a checkpoint or of a folder of checkpoints
     folder: Path,  # folder to search
+    mirror: Store | None = None,  # store from which newer checkpoints are fetched into the folder
 ) -> Found | None:
     """Find, verify and load a checkpoint.
 
@@ -137,11 +147,13 @@ def find(
             f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
             'from `learn.checkpoint_state()`.'
         )
-    return _find_undamaged(folder, which)
+    return _find_undamaged(folder, which, mirror)
 
 
-def _find_undamaged(folder: Path, which: Any) -> Found | None:
+def _find_undamaged(folder: Path, which: Any, mirror: Store | None = None) -> Found | None:
     checkpoints = entries(folder)
+    if mirror is not None:
+        checkpoints = mirror.add_entries(checkpoints, folder, which)
     candidates = sort_by_score(checkpoints) if which == 'best' else checkpoints
     if not candidates and which is True:
         return None
@@ -153,6 +165,8 @@ def _find_undamaged(folder: Path, which: Any) -> Found | None:
     errors: list[str] = []
     for e in candidates:
         try:
+            if mirror is not None and not e.path.exists():
+                mirror.download(e.path)
             found = e.path, *load_state(e.path)
         except (DamagedError, OSError) as error:
             errors.append(_describe_error(error, e.path))

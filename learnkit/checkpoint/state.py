@@ -183,7 +183,12 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
     else:
         folders = list_checkpoint_folders(learn)
         folder = folders[0] if folders else learn.path / 'checkpoints'
-        found = find(resume, folder)
+        mirrors = [
+            declared(cb, 'mirror')
+            for cb in learn.cbs
+            if declared(cb, 'checkpoint_folder') is not None
+        ]
+        found = find(resume, folder, mirrors[0] if mirrors else None)
         if found is None:
             if not folders:
                 warn_user(

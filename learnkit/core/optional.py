@@ -10,7 +10,7 @@ from typing import Any
 from learnkit.core.errors import MissingExtraError
 
 # modules whose package has another name
-_PACKAGES = {'sklearn': 'scikit-learn', 'PIL': 'pillow'}
+_PACKAGES = {'sklearn': 'scikit-learn', 'PIL': 'pillow', 'smbclient': 'smbprotocol'}
 
 
 def describe_missing(

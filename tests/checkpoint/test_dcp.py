@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def written(tmp_path_factory):
 
 def copied(written, tmp_path, strategy='fsdp'):
     "Return a copy of a folder of checkpoints up to the one within the second epoch."
+    tmp_path.mkdir(exist_ok=True)
     for path in sorted(written[strategy][0].glob('0000[123]-*')):
         if path.is_dir():
             shutil.copytree(path, tmp_path / path.name)
@@ -260,3 +262,15 @@ def test_a_killed_run_resumes_exactly(written, tmp_path):
             assert all(c.poll() for c in children)
     for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
         assert max_difference(found, written['fsdp'][1]) == 0
+
+
+@pytest.mark.parametrize('strategy', ['fsdp', 'ddp'])
+def test_an_empty_folder_resumes_from_a_mirror(written, tmp_path, strategy):
+    far, folder = copied(written, tmp_path / 'far', strategy), tmp_path / 'near'
+    job = partial(fit, mirror=f'file://{far}')
+    for found in run_ranks(job, 2, folder, strategy, True):
+        assert max_difference(found, written[strategy][1]) == 0
+    newest = sorted(folder.glob('*.ckpt'))[-1]
+    files = {p.relative_to(folder) for p in folder.rglob(f'{newest.stem}*/*')} | {Path(newest.name)}
+    assert len(files) == (4 if strategy == 'fsdp' else 1)
+    assert all((far / file).read_bytes() == (folder / file).read_bytes() for file in files)
