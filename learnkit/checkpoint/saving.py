@@ -78,7 +78,9 @@ def _write_weights(learn: Learner, path: Path, with_opt: bool | None) -> Path:
     if with_opt is not False and learn.opt is not None:
         state = {
             'model': state,
-            'opt': gather_full_state(to_plain(learn.opt.state_dict(), "The optimizer's state")),
+            'opt': gather_full_state(
+                to_plain(learn.opt.state_dict(), "The optimizer's state"), first_only=True
+            ),
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)

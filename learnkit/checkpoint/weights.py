@@ -281,7 +281,7 @@ def load_stored(learn: Learner, stored: Stored, strict: bool = True) -> None:
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model, with full tensors; other values must be plain.
 
-    Sharded weights are gathered on the host, so every rank must call this function.
+    Sharded weights are gathered on the host of the first rank, so every rank must call this function.
     """
     state = collect_module_state(model)
     if mesh_of(model) is None:
@@ -291,7 +291,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     for name, value in state.items():
         key = owners.get(name, name)
         if key not in gathered:
-            gathered[key] = full_tensor(value)
+            gathered[key] = full_tensor(value, first_only=True)
         state[name] = gathered[key]
     return state
 

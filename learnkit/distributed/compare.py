@@ -17,6 +17,7 @@ from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batche
 from learnkit.distributed.comm import Comm
 from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.distributed.dtensor import is_dtensor
+from learnkit.distributed.initialize import is_on_meta
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -92,7 +93,8 @@ def check_alike(
             'The processes do not have the same model, data and options:\n  '
             + '\n  '.join(differences[:10])
         )
-    broadcast_tensors([*tensors.values(), *state.values()], world.control)
+    if not any(world.gather(is_on_meta(learn.model))):
+        broadcast_tensors([*tensors.values(), *state.values()], world.control)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,17 +64,22 @@ def reshard(model: nn.Module) -> None:
 # -- gathering -------------------------------------------------------------------------------------
 
 
-def full_tensor(t: Any) -> Any:
+def full_tensor(
+    t: Any,
+    first_only: bool = False,  # the other ranks return an empty tensor
+) -> Any:
     "Gather a DTensor on the host; return any other tensor unchanged. All ranks must call it."
     if not is_dtensor(t):
         return t
     with torch.no_grad():
-        return t.full_tensor().cpu()
+        full = t.full_tensor()
+        is_kept = not first_only or torch.distributed.get_rank() == 0
+        return full.cpu() if is_kept else full.new_empty(0)
 
 
-def gather_full_state(state: Any) -> Any:
+def gather_full_state(state: Any, first_only: bool = False) -> Any:
     "Gather every tensor of a nested state. All ranks must call it."
-    return map_tensors(state, full_tensor)
+    return map_tensors(state, partial(full_tensor, first_only=first_only))
 
 
 # -- sharding --------------------------------------------------------------------------------------
@@ -96,12 +102,20 @@ def distribute_like(
 
 def take_shard(t: Tensor, template: Any) -> Tensor:
     "Return this rank's shard of a full tensor, without communication."
-    [placement] = template.placements
-    if not placement.is_shard():
-        return t
-    shards = t.chunk(template.device_mesh.size(), placement.dim)
-    rank = template.device_mesh.get_local_rank()
-    return shards[rank] if rank < len(shards) else t.narrow(placement.dim, 0, 0)
+    return t[shard_rows(template)]
+
+
+def shard_rows(t: Any) -> tuple[slice, ...]:
+    "Return the slices of a full tensor that are this rank's shard of a DTensor; of any other tensor, all of it."
+    rows = [slice(0, n) for n in t.shape]
+    if is_dtensor(t):
+        for i, placement in enumerate(t.placements):
+            if placement.is_shard():
+                n = t.shape[placement.dim]
+                per_rank = -(-n // t.device_mesh.size(i))
+                start = min(n, t.device_mesh.get_local_rank(i) * per_rank)
+                rows[placement.dim] = slice(start, min(n, start + per_rank))
+    return tuple(rows)
 
 
 def make_dtensor(

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from learnkit.checkpoint.state import collect_state
 from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
-from learnkit.distributed.dtensor import close_hosts, open_hosts, reshard
+from learnkit.distributed.dtensor import close_hosts, mesh_of, open_hosts, reshard
+from learnkit.distributed.initialize import copy_on_meta, fill, is_on_meta
 from learnkit.engine.callback import declared
 
 if TYPE_CHECKING:
@@ -28,10 +30,11 @@ Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
 class Sharded(Parallelism):
     """Shard weights, gradients and optimizer states over ranks with `fully_shard`.
 
-    Between `enter` and `leave`, `learn.model` is a sharded copy of the model, and the user's model is kept on the host.
-    `leave` copies the trained weights to the user's model, which is `learn.model` again. Optimizers are moved to the
-    parameters of the current model, with their states. `wrap` selects the modules that are gathered one at a time; the
-    rest of the model is one more unit.
+    Between `enter` and `leave`, `learn.model` is a sharded copy of the user's model. `leave` restores the user's model.
+    A model that came with weights keeps them on the host, and gets the trained ones. A model that came on the meta
+    device stays there: no process ever holds the whole, see `learnkit.distributed.initialize`. Optimizers are moved to
+    the parameters of the current model, with their states. `wrap` selects the modules that are gathered one at a time;
+    the rest of the model is one more unit.
 
     Gradients are reduced after every backward pass, also of microbatches and accumulated batches, so that no full
     gradient is kept.
@@ -48,14 +51,19 @@ class Sharded(Parallelism):
         policy: Any = None,  # mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
         wrap: Wrap = None,  # units to shard: class(es) or a function; None: repeated blocks
         offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
+        weights: str
+        | Path
+        | None = None,  # safetensors file, or folder of them, of a model on meta
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         self.policies = make_policies(policy)
         self.offload = CPUOffloadPolicy() if offload is True else offload or OffloadPolicy()
         self.wrap = wrap
+        self.weights = weights
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._device = torch.device('cpu')  # device of the user's model before `enter`
+        self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
         self._handled: BaseException | None = None  # exception being handled during `enter`
 
     # -- sharding and gathering the model ----------------------------------------------------------
@@ -66,16 +74,33 @@ class Sharded(Parallelism):
         check_can_be_sharded(learn)
         original = learn.model
         self._device = next(original.parameters()).device
-        original.to('cpu')  # a device may not have memory for two models
-        copy = deepcopy(original)
-        self._shard(copy, learn)
+        if not is_on_meta(original):
+            original.to('cpu')  # a device may not have memory for two models
+        self._are_empty = learn.world.gather(is_on_meta(original))
+        if self.weights is not None and not all(self._are_empty):
+            raise OptionError(
+                'weights= is for a model on the meta device, `with torch.device("meta"): model = ...`. Load the '
+                'weights of another one by `learn.load`.'
+            )
+        sharded = copy_on_meta(original)
+        self._shard(sharded, learn)
+        if any(self._are_empty):
+            fill(sharded, original, learn.world, self.weights)
         self.original = original
         self._handled = sys.exception()
-        replace_model(learn, copy)
+        self._replace(learn, sharded)
+
+    def _replace(self, learn: Learner, model: nn.Module) -> None:
+        "Replace the Learner's model by one of the same tensors, and keep the training state."
+        if any(self._are_empty):
+            learn.model = model
+            learn.opt = None
+        else:
+            replace_model(learn, model)
 
     def _shard(self, model: nn.Module, learn: Learner) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         device = torch.device(getattr(learn.dls, 'device', None) or learn.world.device)
         mesh = init_device_mesh(device.type, (learn.world.size,))
@@ -84,6 +109,7 @@ class Sharded(Parallelism):
         for m in [*find_units(model, self.wrap), model]:
             policy = outer if m is model else inner
             fully_shard(m, mesh=mesh, mp_policy=policy, offload_policy=self.offload)
+        model.to_empty(device='cpu' if isinstance(self.offload, CPUOffloadPolicy) else device)
         model.register_forward_hook(reshard_without_grad)
         model.register_forward_pre_hook(broadcast_buffers)
 
@@ -101,12 +127,16 @@ class Sharded(Parallelism):
     def _restore_model(self, learn: Learner) -> None:
         if self.original is None:
             return
-        original = self.original.to(self._device)
-        self.original = None
+        original = self.original
         reshard(learn.model)
         if not self._has_failed(learn):
+            if not is_on_meta(original):
+                original.to(self._device)
             self.share_buffers(learn)
-            return replace_model(learn, original)
+            self._replace(learn, original)
+            self.original = None
+            return
+        self.original = None
         learn.model = original
         learn.parts.callbacks.notify('on_weights_restored')
         if learn.opt is not None:
@@ -177,7 +207,9 @@ def check_can_be_sharded(learn: Learner) -> None:
 
 def replace_model(learn: Learner, model: nn.Module) -> None:
     "Replace the Learner's model by a model with the same parameter names, and keep the training state."
-    state = learn.checkpoint_state()
+    is_sharded = mesh_of(learn.model) is not None
+    # a model with weights is not copied: the state has its tensors
+    state = learn.checkpoint_state() if is_sharded else collect_state(learn, '')
     learn.model = model
     learn.opt = None  # made for the new parameters
     learn.load_checkpoint_state(state)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a sharded model: from a model with weights, from files, or initialized layer by layer.
+
+No rank holds the whole model for it: a tensor, or the tensors of one layer, at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from learnkit.core.errors import ModelError, WeightsError
+from learnkit.core.random import preserved_rng
+from learnkit.distributed.comm import Comm
+from learnkit.distributed.dtensor import is_dtensor, local_shard, shard_rows, take_shard
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return True if parameters or buffers of a model are on the meta device, without values.
+
+    >>> is_on_meta(nn.Linear(1, 1, device='meta')), is_on_meta(nn.Linear(1, 1))
+    (True, False)
+    """
+    return any(t.is_meta for t in chain(model.parameters(), model.buffers()))
+
+
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are on the meta device.
+
+    >>> copy_on_meta(nn.Linear(1, 2)).weight
+    Parameter containing:
+    tensor(..., device='meta', size=(2, 1), requires_grad=True)
+    """
+    memo: dict[int, Any] = {}
+    for t in chain(model.parameters(), model.buffers()):
+        meta = torch.empty_like(t, device='meta')
+        memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
+    return deepcopy(model, memo)
+
+
+@torch.no_grad()
+def fill(
+    sharded: nn.Module,  # sharded model, with memory for its shards
+    model: nn.Module,  # model of the same tensors; on some ranks, or on all, on the meta device
+    world: Comm,
+    weights: str | Path | None,  # safetensors file, or folder of them; None: see below
+) -> None:
+    """Give a sharded model its values.
+
+    They are read from files if `weights` names them, else broadcast from the first rank's model if that has values.
+    If none has, each layer is initialized by its `reset_parameters` or `init_weights`, with the first rank's generator.
+
+    Raises `ModelError` for a layer that cannot be initialized, and `WeightsError` for tensors that no file has."""
+    targets = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
+    if weights is not None:
+        return _read(targets, Path(weights))
+    has_values = not world.broadcast(is_on_meta(model))
+    sources = _broadcast(model, world) if has_values else _initialize(model, world)
+    for name, value in sources:
+        put(targets[name], value)
+
+
+def put(target: Tensor, value: Tensor) -> None:
+    "Copy a full tensor, or this rank's shard of it, into a tensor of a sharded model."
+    local_shard(target).copy_(take_shard(value, target) if is_dtensor(target) else value)
+
+
+def _broadcast(model: nn.Module, world: Comm) -> Iterator[tuple[str, Tensor]]:
+    "Yield the tensors of the first rank's model, one at a time."
+    for name, t in chain(model.named_parameters(), model.named_buffers()):
+        value = (
+            t.detach().to(world.device)
+            if world.is_first
+            else torch.empty_like(t, device=world.device)
+        )
+        dist.broadcast(value, 0)
+        yield name, value
+
+
+def _initialize(model: nn.Module, world: Comm) -> Iterator[tuple[str, Tensor]]:
+    "Yield the tensors of a model on the meta device, initialized layer by layer, on all ranks equally."
+    state = world.broadcast(torch.get_rng_state())
+    with preserved_rng():
+        torch.set_rng_state(state)
+        for prefix, layer in model.named_modules():
+            if any(True for _ in chain(layer.parameters(False), layer.buffers(False))):
+                yield from _initialize_layer(prefix, layer)
+        state = torch.get_rng_state()
+    if world.is_first:
+        torch.set_rng_state(state)
+
+
+def _initialize_layer(prefix: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    initialize = getattr(layer, 'reset_parameters', None) or getattr(layer, 'init_weights', None)
+    if initialize is None:
+        raise ModelError(
+            f'{prefix or "The model"} ({type(layer).__name__}) is on the meta device and has neither '
+            '`reset_parameters` nor `init_weights`: define one, or give `weights=`, a safetensors file.'
+        )
+    layer.to_empty(device='cpu', recurse=False)
+    initialize()
+    dot = f'{prefix}.' if prefix else ''
+    for name, t in chain(
+        layer.named_parameters(dot[:-1], False), layer.named_buffers(dot[:-1], False)
+    ):
+        yield name, t.detach()
+    layer.to_empty(device='meta', recurse=False)
+
+
+def _read(targets: Mapping[str, Tensor], path: Path) -> None:
+    "Read this rank's shards from safetensors files."
+    from safetensors import safe_open
+
+    files = sorted(path.glob('*.safetensors')) if path.is_dir() else [path]
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework='pt')) for file in files]
+        where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        missing = [name for name in targets if name not in where]
+        if missing:
+            raise WeightsError(
+                f'{path} lacks {len(missing)} tensors of the model: {", ".join(missing[:5])}.'
+            )
+        for name, target in targets.items():
+            values = where[name].get_slice(name)
+            if list(values.get_shape()) != list(target.shape):
+                raise WeightsError(
+                    f'{path}: {name} is {values.get_shape()}, not {list(target.shape)}.'
+                )
+            local_shard(target).copy_(values[shard_rows(target)])
