@@ -166,9 +166,8 @@ class Writers:
 
 def is_sharded(t: Any) -> bool:
     "Return True if a DTensor is sharded along its first dimension, as `fully_shard` does it."
-    [placement] = t.placements
-    is_shard: bool = placement.is_shard(0)
-    return is_shard
+    *outer, inner = t.placements
+    return bool(inner.is_shard(0)) and all(placement.is_replicate() for placement in outer)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def load_parts(
 def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
     "Return the tensors of a folder by name: full tensors, or this rank's shards."
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-    from torch.distributed.tensor import Shard, empty
+    from torch.distributed.tensor import Replicate, Shard, empty
 
     with (folder / '.metadata').open('rb') as f:
         metadata = _MetadataUnpickler(f).load()
@@ -211,7 +210,8 @@ def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[s
         if mesh is None:
             tensors[name] = torch.empty(size, dtype=dtype)
         else:
-            tensors[name] = empty(size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+            placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+            tensors[name] = empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
     # not by torch's `load`, which would run any pickle in `.metadata`
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

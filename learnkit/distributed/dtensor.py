@@ -158,9 +158,12 @@ def open_hosts(
     group: Any,  # process group of the same ranks on the hosts
 ) -> None:
     "Register the mesh of hosts of a mesh of accelerators, until `close_hosts`."
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    _host_meshes[mesh] = DeviceMesh.from_group(group, 'cpu')
+    if mesh.ndim == 1:
+        _host_meshes[mesh] = DeviceMesh.from_group(group, 'cpu')
+    elif mesh.device_type != 'cpu':
+        _host_meshes[mesh] = init_device_mesh('cpu', tuple(mesh.shape))
 
 
 def close_hosts() -> None:
@@ -180,7 +183,8 @@ def unpack_shards(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
     "Return this rank's shards, True for each sharded tensor, and the process group, or None if nothing is sharded."
     tensors = list(tensors)
     are_parts = [is_dtensor(t) for t in tensors]
-    groups = (t.device_mesh.get_group() for t in tensors if is_dtensor(t))
+    # replicas of shards have equal parts
+    groups = (t.device_mesh.get_group(t.device_mesh.ndim - 1) for t in tensors if is_dtensor(t))
     return local_shards(tensors), are_parts, next(groups, None)
 
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 from learnkit.checkpoint.state import collect_state
 from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.core.model import has_weights, wrappers_of
+from learnkit.core.validation import check_count
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import close_hosts, mesh_of, open_hosts, reshard
 from learnkit.distributed.initialize import copy_on_meta, fill, is_on_meta
@@ -34,7 +35,8 @@ class Sharded(Parallelism):
     A model that came with weights keeps them on the host, and gets the trained ones. A model that came on the meta
     device stays there: no process ever holds the whole, see `learnkit.distributed.initialize`. Optimizers are moved to
     the parameters of the current model, with their states. `wrap` selects the modules that are gathered one at a time;
-    the rest of the model is one more unit.
+    the rest of the model is one more unit. With `replicas=2` each half of the processes holds all shards, and gradients
+    are averaged over the halves, too: less traffic between machines, for more memory.
 
     Gradients are reduced after every backward pass, also of microbatches and accumulated batches, so that no full
     gradient is kept.
@@ -51,9 +53,8 @@ class Sharded(Parallelism):
         policy: Any = None,  # mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
         wrap: Wrap = None,  # units to shard: class(es) or a function; None: repeated blocks
         offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
-        weights: str
-        | Path
-        | None = None,  # safetensors file, or folder of them, of a model on meta
+        weights: str | Path | None = None,  # safetensors file(s) of a model on the meta device
+        replicas: int = 1,  # groups of processes that each hold all shards (HSDP)
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -61,6 +62,7 @@ class Sharded(Parallelism):
         self.offload = CPUOffloadPolicy() if offload is True else offload or OffloadPolicy()
         self.wrap = wrap
         self.weights = weights
+        self.replicas = check_count('replicas', replicas)
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._device = torch.device('cpu')  # device of the user's model before `enter`
         self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
@@ -103,7 +105,14 @@ class Sharded(Parallelism):
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         device = torch.device(getattr(learn.dls, 'device', None) or learn.world.device)
-        mesh = init_device_mesh(device.type, (learn.world.size,))
+        per_replica, rest = divmod(learn.world.size, self.replicas)
+        if rest or not per_replica:
+            raise OptionError(
+                f'replicas={self.replicas}: {learn.world.size} processes are not divided by it.'
+            )
+        shape = (per_replica,) if self.replicas == 1 else (self.replicas, per_replica)
+        names = ('replica', 'shard')[-len(shape) :]
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         open_hosts(mesh, learn.world.control)
         inner, outer = self.policies
         for m in [*find_units(model, self.wrap), model]:

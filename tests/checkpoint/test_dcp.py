@@ -39,7 +39,12 @@ def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2
         with (
             learn.no_bar(),
             learn.no_logging(),
-            learn.distributed(strategy, batch_size='global', timeout='30s'),
+            learn.distributed(
+                strategy.removeprefix('h-'),
+                batch_size='global',
+                timeout='30s',
+                **({'replicas': 2} if strategy == 'h-fsdp' else {}),
+            ),
         ):
             learn.fit(epochs, resume=resume)
     history = [row[k] for row in learn.history for k in ('train_loss', 'valid_loss')]
@@ -105,6 +110,19 @@ def test_a_run_resumes_with_other_processes(written, tmp_path, before, after):
         assert max_difference(but_train_loss(end), but_train_loss(found)) < 1e-6
     if before == after:
         assert max_difference(end, again[0]) == 0
+
+
+def test_replicas_of_shards_train_and_resume_as_shards_do(written, tmp_path):
+    folder, end = written['fsdp']
+    whole = tmp_path / 'whole'
+    assert (
+        max_difference(but_train_loss(end), but_train_loss(run_ranks(fit, 4, whole, 'h-fsdp')[3]))
+        < 1e-5
+    )
+    for before, after, n in ((folder, 'h-fsdp', 4), (whole, 'fsdp', 2), (whole, None, 1)):
+        at = copied({'fsdp': (before, None)}, tmp_path / f'{after}{n}')
+        found = fit(0, at, None, True) if n == 1 else run_ranks(fit, n, at, after, True)[0]
+        assert max_difference(but_train_loss(end), but_train_loss(found)) < 1e-5
 
 
 def weights(rank, folder, strategy, others):
