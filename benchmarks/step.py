@@ -75,6 +75,7 @@ WORKLOADS = {
             'raw',
             'learnkit-bare',
             'learnkit',
+            'raw-compiled',
             'learnkit-bare-compiled',
             'learnkit-compiled',
             'fastai-bare',

@@ -119,6 +119,27 @@ def raw(task: Task) -> Fit:
     return fit
 
 
+def raw_compiled(task: Task) -> Fit:
+    "Build the hand-written training loop with torch.compile around the model with its loss, and around the step."
+    model = task.model
+    opt = torch.optim.SGD(model.parameters(), lr=LR)
+    compute_loss = torch.compile(lambda xb, yb: task.loss_func(model(xb), yb))
+    step = torch.compile(opt.step)
+
+    def fit(n_epoch: int) -> None:
+        for _ in range(n_epoch):
+            model.train()
+            for xb, yb in task.train:
+                compute_loss(xb, yb).backward()
+                step()
+                opt.zero_grad()
+
+    fit(1)  # compiles
+    task.train.began_s.clear()
+    task.train.ended_s.clear()
+    return fit
+
+
 def raw_evaluating(task: Task) -> Fit:
     "Build the hand-written loop with a validation pass per epoch that prints mean losses and accuracy."
     model = task.model
@@ -259,6 +280,7 @@ def fastai_handlers(task: Task, n: int) -> Fit:
 SUBJECTS: dict[str, dict[str, Callable[[Task], Fit]]] = {
     'a': {
         'raw': raw,
+        'raw-compiled': raw_compiled,
         'learnkit-bare': learnkit_bare,
         'learnkit': learnkit,
         'learnkit-bare-compiled': partial(learnkit_compiled, make=learnkit_bare),

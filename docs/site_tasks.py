@@ -53,9 +53,9 @@ _ROWS = (
     (
         'train',
         'Train',
-        'Gradient accumulation, clipping, mixed precision, MixUp and weight averages.',
+        'Gradient accumulation, clipping, mixed precision, MixUp, weight averages, activation checkpointing.',
         'callbacks.accumulation callbacks.training callbacks.mixed_precision callbacks.mixup callbacks.ema '
-        'callbacks.sam callbacks.rnn',
+        'callbacks.sam callbacks.rnn callbacks.activation_checkpointing',
     ),
     (
         'schedules',

@@ -5,6 +5,9 @@ import learnkit.monitors as _monitors
 from .accumulation import (
     GradientAccumulation as GradientAccumulation,
 )
+from .activation_checkpointing import (
+    ActivationCheckpointing as ActivationCheckpointing,
+)
 from .best_metric import (
     BestMetric as BestMetric,
 )

@@ -64,7 +64,8 @@ def fill(
     has_values = not world.broadcast(is_on_meta(model))
     sources = _broadcast(model, world) if has_values else _initialize(model, world)
     for name, value in sources:
-        put(targets[name], value)
+        if name in targets:  # a tied parameter has one name
+            put(targets[name], value)
 
 
 def put(target: Tensor, value: Tensor) -> None:
@@ -89,7 +90,8 @@ def _initialize(model: nn.Module, world: Comm) -> Iterator[tuple[str, Tensor]]:
     state = world.broadcast(torch.get_rng_state())
     with preserved_rng():
         torch.set_rng_state(state)
-        for prefix, layer in model.named_modules():
+        # a copy, because tied parameters come apart
+        for prefix, layer in copy_on_meta(model).named_modules():
             if any(True for _ in chain(layer.parameters(False), layer.buffers(False))):
                 yield from _initialize_layer(prefix, layer)
         state = torch.get_rng_state()
