@@ -197,7 +197,7 @@ _LEARNER_ROWS = (
         'Save a model and load the saved model again: weights, a whole Learner, a program for serving, or the complete '
         'state of a training.',
         'save load save_learner export checkpoint_state load_checkpoint_state callback_states load_callback_states '
-        'check_resume',
+        'check_resume rewind',
     ),
     (
         'learner_inspect',

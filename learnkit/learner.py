@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from learnkit.callbacks.lr_finder import LRSearch
     from learnkit.callbacks.model_summary import Summary
     from learnkit.checkpoint.resume_check import ResumeCheck
+    from learnkit.debug.moment import Moment
     from learnkit.debug.trace import Handlers, Trace
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
@@ -991,6 +992,43 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> bool(synth_learner(cbs=EMA()).check_resume())
         True
+        """
+
+    @implemented_in('learnkit.debug.rewind')
+    def rewind(
+        self,
+        to: str
+        | int
+        | Time
+        | None = None,  # the batch: 1234, '1234ba', '3ep' (its first), '5000sp'
+        spike: bool = False,  # go to the largest jump of the recorded loss
+        fit: Callable[..., Any]
+        | None = None,  # f(learn, resume=), which trained; None: `learn.fit`
+        folder: str | Path | None = None,  # folder of the checkpoints; None: the Checkpoint's
+        exact: bool = True,  # raise an error if the run cannot be repeated exactly; False: warn
+    ) -> Moment:
+        """Return the moment before a batch of an earlier run: the Learner stands there as it did then, bit for bit.
+
+        Make the Learner as for training, with its callbacks. It trains from the nearest earlier checkpoint up to the
+        batch, without loggers, checkpoints, rows and bars. `moment.batch` is the batch, `moment.indices` its samples in
+        the data set. `moment.step()` takes the step, `moment.step(lr=, without=, cbs=)` another one.
+        `moment.samples()` lists the samples with their losses. `learn.fit(n, resume=moment)` trains on from there as a
+        branch, in its own folder.
+
+        Raises `CheckpointError` where the run cannot be exact: a checkpoint has warned of it, torch has another
+        version, a callback is missing, or a loss on the way is not the recorded one.
+
+        >>> import tempfile
+        >>> from learnkit import Checkpoint
+        >>> from learnkit.testing import synth_learner
+        >>> def make(folder):
+        ...     _ = torch.manual_seed(0)
+        ...     return synth_learner(path=folder, cbs=Checkpoint('5ba')).no_bar()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with make(folder) as learn, learn.no_logging(): learn.fit(2)
+        ...     with make(folder) as again: moment = again.rewind('13ba')
+        ...     print(again.time.ba, moment.step() == learn.recorder.smooth_loss.raw[13])
+        13 True
         """
 
     @implemented_in('learnkit.engine.callback_state')

@@ -36,12 +36,13 @@ from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
+from learnkit.core.model import model_device
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.distributed.dtensor import mesh_of
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import checkpoint_point
 from learnkit.metrics.direction import MetricProperties
@@ -156,6 +157,7 @@ class Checkpoint(Callback):
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: dict[str, str] = {}  # digests of the frozen weights, by name
         self._inventory: Inventory | None = None  # what the first checkpoint is compared with
+        self._lost: list[str] = []  # what the rehearsal has warned of
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # writers of the shards, on all ranks
@@ -170,6 +172,11 @@ class Checkpoint(Callback):
         if self._lock is not None:
             return self._lock.folder  # absolute, as the process may change its working directory
         return self.learn.path / 'checkpoints' if self._folder is None else self._folder
+
+    @property
+    def has_own_folder(self) -> bool:
+        "True if the folder does not follow `learn.path`."
+        return self._folder is not None
 
     def before_load(self) -> None:
         "Lock the folder before a checkpoint is loaded."
@@ -352,7 +359,11 @@ class Checkpoint(Callback):
         if lost:
             warn_user('\n  '.join([SUMMARY, *lost]))
         is_order_restored = not any(map(belongs_to_sampler, lost))
-        self.learn.parts.passes.warn_of_lost_state(self.learn, point == 'batch', is_order_restored)
+        describe = self.learn.parts.passes.describe_lost_state
+        of_data = describe(self.learn, point == 'batch', is_order_restored)
+        for text in of_data:
+            warn_user(text)
+        self._lost = [*lost, *of_data]
 
     def _write_own_files(self) -> tuple[Path, dict[str, Any]]:
         "Return the path of the next checkpoint, and the files that callbacks have written for it in rank 0."
@@ -374,11 +385,26 @@ class Checkpoint(Callback):
             'place': point,
             'epoch': self.learn.epoch,
             'ba': self.learn.time.ba,
+            **self._describe_run(),
         }
         if self._monitored is not None:
             mode = self.mode or 'min'
             info |= {'monitor': self._monitored, 'mode': mode, 'value': self._get_value()}
         return info
+
+    def _describe_run(self) -> dict[str, Any]:
+        "Return what `learn.rewind` has to know before it reads a checkpoint."
+        learn = self.learn
+        keys = learn.parts.callbacks.keys
+        return {
+            'time': learn.time.state_dict(),
+            'train_iter': learn.train_iter,
+            'n_epoch': learn.n_epoch,
+            'ranks': learn.world.size,
+            'device': str(model_device(learn.model, learn.dls)),
+            'callbacks': [keys[id(cb)] for cb in learn.cbs if not declared(cb, 'writes_files')],
+            'lost': self._lost,
+        }
 
     def _collect_state(self, point: str) -> dict[str, Any]:
         "Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks."

@@ -40,7 +40,7 @@ class ShowGraph(Callback):
     order = 65
     run_valid = False
     first_process_only = True
-    remove_on_fetch = remove_on_find = True
+    remove_on_fetch = remove_on_find = writes_files = True
 
     def __init__(self) -> None:
         self._graph: LossGraph | None = None  # figure of the running fit

@@ -283,6 +283,7 @@ class ProgressCallback(Callback):
     """
 
     order = 60
+    writes_files = True
     first_process_only = True
     _progress = RunProgress(Display())  # outside a run nothing is ever due
 

@@ -123,22 +123,29 @@ def check_resume(
         lost[:] = lost or stop.lost
         return stop.kept
 
-    writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
-    with (
-        deferred_interrupts() as deferred,
-        learn.parts.lock,
-        learn.removed_cbs(writers),
-        TemporaryDirectory() as folder,
-        patch.object(learn, 'path', Path(folder)),
-        learn.no_bar(),
-        learn.no_logging(),
-    ):
+    with deferred_interrupts() as deferred, learn.parts.lock, silenced(learn):
         uninterrupted = train(n)
         file = learn.path / 'state.ckpt'
         write_state(file, train(middle), {})
         resumed = train(n, read_state(file)[0])
     found = differences(uninterrupted, resumed)
     return ResumeCheck(n, middle, digest(uninterrupted), found, lost)
+
+
+@contextmanager
+def silenced(learn: Learner) -> Iterator[None]:
+    """Return a context in which training leaves no trace outside of the Learner.
+
+    Callbacks with `writes_files` are left out, no rows are printed, and `learn.path` is a temporary folder.
+    """
+    writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
+    with (
+        learn.removed_cbs(writers),
+        TemporaryDirectory() as folder,
+        patch.object(learn, 'path', Path(folder)),
+        learn.no_logging(),
+    ):
+        yield
 
 
 @contextmanager

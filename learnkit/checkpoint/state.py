@@ -67,6 +67,7 @@ from learnkit.engine.resume import (
     SAVE_POINTS,
     ResumeState,
     checkpoint_point,
+    find_checkpoint_folder,
     list_checkpoint_folders,
 )
 from learnkit.engine.snapshot import restored
@@ -166,6 +167,8 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
 
 def find_checkpoint(learn: Learner, resume: Any) -> ResumeState | None:
     "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
+    if hasattr(resume, 'begin_branch'):  # a `Moment` of `learn.rewind`
+        resume = resume.begin_branch(learn)
     r: ResumeState | None = learn.parts.strategy.find_checkpoint(
         learn, resume, partial(_find_on_rank, learn)
     )
@@ -181,8 +184,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
     if isinstance(resume, Mapping):
         r = ResumeState(check_state(resume), restore_state)
     else:
-        folders = list_checkpoint_folders(learn)
-        folder = folders[0] if folders else learn.path / 'checkpoints'
+        folder = find_checkpoint_folder(learn)
         mirrors = [
             declared(cb, 'mirror')
             for cb in learn.cbs
@@ -190,7 +192,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
         ]
         found = find(resume, folder, mirrors[0] if mirrors else None)
         if found is None:
-            if not folders:
+            if not list_checkpoint_folders(learn):
                 warn_user(
                     f'resume={resume!r}: {folder.absolute()} has no checkpoint, and no callback writes one. The fit '
                     'starts from the beginning: add `Checkpoint()` to the callbacks.'

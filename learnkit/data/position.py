@@ -176,39 +176,41 @@ class LoaderPosition:
             return None
         return list(indices) if isinstance(indices, Iterable) else [indices]
 
-    def warn_of_lost_state(
+    def describe_lost_state(
         self,
         n_drawn: int,  # batches of this epoch drawn so far
         is_order_restored: bool,  # the samplers' attributes are as at the fit's start, or restored
-    ) -> None:
-        "Warn if a run resumed here would draw other random numbers or samples, as far as that can be found."
+    ) -> list[str]:
+        "Return why a run resumed here would draw other random numbers or samples, as far as that can be found."
         dl = self.dl
         if self.start is None or not n_drawn or not _has_index_lists(dl):
-            return
+            return []
+        lost = []
         if not dl.in_order and dl.num_workers:
-            warn_user(
+            lost.append(
                 'A DataLoader with in_order=False gives batches as its workers finish them: some come twice and some '
                 'not at all in an epoch that is resumed. Exact: in_order=True.'
             )
         if dl.persistent_workers:
-            warn_user(
+            lost.append(
                 'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
                 'random samples will differ after a resume. Exact: persistent_workers=False.'
             )
         parts = find_own_parts(_unshard(dl))
         kinds = {type(part).__name__ for path, part in parts if belongs_to_sampler(path)}
         if not kinds or not is_order_restored:
-            return
+            return lost
         with _preserved(dl):
             drawn, drawn_again = (
                 list(islice(self._restart_index_lists(), n_drawn)) for _ in range(2)
             )
         if not are_equal(drawn, drawn_again, others=True):
-            warn_user(
+            lost.append(
                 f'The sampler of the training loader ({", ".join(sorted(kinds))}) gives other indices when the order '
                 'of an epoch is drawn again: a resumed run will train on other batches. Let it keep its '
                 'counts as numbers, and its random generators, in attributes.'
             )
+        return lost
 
     # -- resuming from a position ------------------------------------------------------------------
 

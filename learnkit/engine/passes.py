@@ -272,20 +272,20 @@ class TrainingPasses(Source):
             return self._next_position(train).state_dict(0)
         return None if self.position is None else self.position.state_dict(learn.iter + 1)
 
-    def warn_of_lost_state(
+    def describe_lost_state(
         self,
         learn: Learner,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
         is_order_restored: bool,  # the samplers' attributes are as at the fit's start, or restored
-    ) -> None:
-        "Warn of state of the current pass that a checkpoint cannot hold."
+    ) -> list[str]:
+        "Return what a checkpoint cannot hold of the current pass."
         if self.stream is not None:
             position, n = self.stream.position, self.stream.n
         elif self.position is not None:
             position, n = self.position, learn.iter + 1 if within_epoch else self.n_drawn
         else:
-            return
-        position.warn_of_lost_state(n, is_order_restored)
+            return []
+        return position.describe_lost_state(n, is_order_restored)
 
 
 class Stream(Iterator[Any]):

@@ -82,6 +82,11 @@ def list_checkpoint_folders(learn: Learner) -> list[Path]:
     return [find() for find in finders if find is not None]
 
 
+def find_checkpoint_folder(learn: Learner) -> Path:
+    "Return the folder in which a fit looks for its checkpoint."
+    return next(iter(list_checkpoint_folders(learn)), learn.path / 'checkpoints')
+
+
 def checkpoint_point(learn: Learner) -> str:
     "Return the point of the checkpoint event that is running, 'batch', 'epoch' or 'iteration', or ''."
     for _, event in list_running(learn):

@@ -160,8 +160,8 @@ def test_persistent_workers_with_random_samples() -> None:
     assert passes_after_resume(make, checkpoints[0][3]) == [passes[0][3:], passes[1]]
     position = LoaderPosition(make(1))
     position.begin()
-    with pytest.warns(UserWarning, match=r'persistent workers.*persistent_workers=False'):
-        position.warn_of_lost_state(3, True)
+    (lost,) = position.describe_lost_state(3, True)
+    assert 'persistent_workers=False' in lost
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a run again from its nearest checkpoint, silently, up to any batch, and stand before this batch.
+
+`rewind` finds the checkpoint, resumes the fit from it, and ends the fit before the batch. Exact resume makes the state
+equal to the run's, bit for bit. The recorded losses of the run are compared with the losses on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from learnkit.checkpoint.file import read_state
+from learnkit.checkpoint.folder import Entry, entries, has_own_files
+from learnkit.checkpoint.state import find_checkpoint
+from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.time import Time, Timestamp
+from learnkit.core.validation import warn_user
+from learnkit.debug.moment import Fit, Moment, StopBefore, travel
+from learnkit.engine.budget import check_not_running
+from learnkit.engine.callback import declared
+from learnkit.engine.resume import ResumeState, find_checkpoint_folder
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
+
+# -- the run in its folder -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    "Run of a folder, as its checkpoints describe it."
+
+    folder: Path
+    checkpoints: list[Entry] = field(default_factory=list)  # newest first
+
+    @property
+    def info(self) -> dict[str, Any]:
+        "The newest checkpoint's metadata."
+        return self.checkpoints[0].info
+
+    @property
+    def first(self) -> int:
+        "Number of the first batch of the fit."
+        first: int = self.info['ba'] - self.info['train_iter']
+        return first
+
+    def find_before(self, until: Time) -> Entry | None:
+        "Return the nearest checkpoint at or before a time, or None."
+        # batches share an epoch, a step or a second, but not a number
+        may_equal = until.unit in ('ba', 'sp')
+        before = []
+        for entry in self.checkpoints:
+            time = Timestamp.from_state_dict(entry.info['time'])
+            if time < until or (may_equal and time <= until):
+                before.append(entry)
+        return max(before, key=lambda e: e.number, default=None)
+
+    def read_losses(self) -> dict[int, float]:
+        "Return the recorded losses by the number of the batch; empty if they are not known."
+        state, _ = read_state(self.checkpoints[0].path)
+        losses = state['callbacks'].get('recorder', {}).get('smooth_loss', {}).get('raw', ())
+        if len(losses) != self.info['train_iter']:
+            return {}  # a batch without a loss has no number
+        return dict(enumerate(losses.tolist(), self.first))
+
+
+def list_runs(folder: Path) -> list[RecordedRun]:
+    "Return the runs that have written checkpoints into a folder, newest first."
+    runs: dict[Any, RecordedRun] = {}
+    for entry in entries(folder):
+        if 'time' in entry.info:
+            run = runs.setdefault(entry.info.get('run'), RecordedRun(folder))
+            run.checkpoints.append(entry)
+    if runs:
+        return [*runs.values()]
+    raise CheckpointError(
+        f'There is no run to rewind in {folder.absolute()}: train with the callback `Checkpoint()`.'
+    )
+
+
+def find_run(folder: Path, until: Time) -> RecordedRun:
+    "Return the newest run that has a checkpoint before a time, or that began before it."
+    for run in list_runs(folder):
+        if run.find_before(until) is not None or not run.first:
+            return run
+    raise CheckpointError(f'No run in {folder.absolute()} has a checkpoint before {until}.')
+
+
+def find_spike(losses: Mapping[int, float]) -> Time:
+    """Return the time of the batch with the largest jump of the loss, or of the first loss that is not finite.
+
+    >>> find_spike({10: 1.0, 11: 5.0, 12: 4.0})
+    Time('11ba')
+    """
+    if len(losses) < 2:
+        raise CheckpointError('The run has recorded no losses, so there is no spike: give a time.')
+    values = np.array([*losses.values()])
+    odd = ~np.isfinite(values[1:])
+    jumps = np.where(odd, np.inf, np.nan_to_num(np.diff(values), nan=-np.inf))
+    return Time([*losses][int(np.argmax(jumps)) + 1], 'ba')
+
+
+def find_inexact(learn: Learner, info: Mapping[str, Any]) -> list[str]:
+    "Return why a run cannot be repeated from a checkpoint with this `info`, as far as it is known before."
+    reasons = list(info['lost'])
+    version = str(torch.__version__)
+    if info['torch'] != version:
+        reasons.append(f'the run was of torch {info["torch"]}, this is {version}')
+    names = [type(cb).__name__ for cb in learn.cbs if has_own_files(cb)]
+    reasons += [f'{name} keeps files of its own in checkpoints' for name in names]
+    return reasons
+
+
+def find_other_losses(losses: Mapping[int, float], recorded: Mapping[int, float]) -> list[str]:
+    "Return a description of the first loss that is not the recorded one, bit for bit."
+    for ba, loss in losses.items():
+        known = recorded.get(ba, loss)
+        if loss != known and not (np.isnan(loss) and np.isnan(known)):
+            return [f'batch {ba} has the loss {loss!r}, and had {known!r}']
+    return []
+
+
+# -- rewind ----------------------------------------------------------------------------------------
+
+
+def rewind(
+    learn: Learner,
+    to: str | int | Time | None,
+    spike: bool,
+    fit: Fit | None,
+    folder: str | Path | None,
+    exact: bool,
+) -> Moment:
+    "Return the moment before a batch of an earlier run; see `Learner.rewind`."
+    check_not_running(learn)
+    if (to is None) != spike:
+        raise OptionError("Give a time, `learn.rewind('1234ba')`, or `spike=True`.")
+    place = find_checkpoint_folder(learn) if folder is None else Path(folder)
+    if to is None:
+        run = list_runs(place)[0]
+        until = find_spike(run.read_losses())
+    else:
+        until = Time(to, 'ba') if isinstance(to, int) else Time(to)
+        run = find_run(place, until)
+    origin = run.find_before(until)
+    if origin is None and learn.time.ba:
+        raise CheckpointError(
+            f'The run has no checkpoint before {until}, and this Learner has trained: make it as for training.'
+        )
+    reasons = [] if origin is None else find_inexact(learn, origin.info)
+    _refuse(reasons, exact)
+    moment = _go(learn, run, origin, until, fit or make_fit(run.info))
+    if {run.info['ranks'], learn.world.size} == {1}:
+        _refuse(find_other_losses(moment.losses, run.read_losses()), exact)
+    elif run.info['ranks'] != learn.world.size:
+        warn_user(
+            f'The run was of {run.info["ranks"]} processes, this is {learn.world.size}: numbers are equal up to '
+            'rounding.'
+        )
+    return moment
+
+
+def make_fit(info: Mapping[str, Any]) -> Fit:
+    "Return a function that calls `fit` for as many epochs as the run had."
+    n_epoch = info['n_epoch']
+    if n_epoch is None:
+        raise OptionError(
+            "The run had a budget. Give the function that trained: `fit=lambda learn, **kw: learn.fit('2h', **kw)`."
+        )
+    return lambda learn, **kw: learn.fit(n_epoch, **kw)
+
+
+def _refuse(reasons: list[str], exact: bool) -> None:
+    if not reasons:
+        return
+    text = '\n  '.join(['The run cannot be repeated exactly:', *reasons])
+    if exact:
+        raise CheckpointError(f'{text}\nTo go there nevertheless: `exact=False`.')
+    warn_user(text)
+
+
+def _go(learn: Learner, run: RecordedRun, origin: Entry | None, until: Time, fit: Fit) -> Moment:
+    "Train from the checkpoint up to the batch, and stand there."
+    resume: ResumeState | None = None
+    outside = _collect_outside(learn)
+    if origin is not None:
+        resume = find_checkpoint(learn, origin.path)
+        assert resume is not None  # the file was there
+        callbacks = resume.state['callbacks']
+        outside |= {key: callbacks[key] for key in outside if key in callbacks}
+        needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
+        resume.state = {**resume.state, 'callbacks': needed}
+    stop = StopBefore(until, None if resume is None else resume.state, run.info['callbacks'])
+    travel(learn, stop, fit, resume or False)
+    if not stop.drawn:
+        raise CheckpointError(f'The run ends before {until}: there is no batch to stand before.')
+    return Moment(learn, fit, stop, outside)
+
+
+def _collect_outside(learn: Learner) -> dict[str, Any]:
+    "Return the states of the callbacks that are left out while the run is repeated."
+    keys = learn.parts.callbacks.keys
+    silent = {keys[id(cb)] for cb in learn.cbs if declared(cb, 'writes_files')}
+    return {key: state for key, state in learn.callback_states().items() if key in silent}
