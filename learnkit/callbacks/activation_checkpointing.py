@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from learnkit.core.errors import ModelError
-from learnkit.core.model import find_blocks
 from learnkit.engine.callback import Callback
 
 __all__ = ['ActivationCheckpointing']
@@ -32,7 +31,7 @@ class ActivationCheckpointing(Callback):
 
     >>> from learnkit.testing import synth_learner
     >>> blocks = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.Tanh()) for _ in range(3)])
-    >>> learn = synth_learner(model=blocks, cbs=ActivationCheckpointing())
+    >>> learn = synth_learner(model=blocks, cbs=ActivationCheckpointing(nn.Tanh))
     >>> with learn.no_bar(): learn.fit(1)
     """
 
@@ -40,11 +39,7 @@ class ActivationCheckpointing(Callback):
 
     def __init__(
         self,
-        modules: type
-        | tuple[type, ...]
-        | Callable[[nn.Module], bool]
-        | None = None,  # class(es), or
-        # a function that selects modules; None: the repeated blocks of a `ModuleList` or `Sequential`
+        modules: type | tuple[type, ...] | Callable[[nn.Module], bool],  # class(es), or a function
     ) -> None:
         self.modules = modules
         self._wrapped: list[tuple[nn.Module, Any]] = []  # modules, and their own `forward` before
@@ -66,9 +61,7 @@ class ActivationCheckpointing(Callback):
     def _select(self) -> list[nn.Module]:
         "Return the modules, of nested ones the outer."
         model, which = self.learn.model, self.modules
-        if which is None:
-            found = list(find_blocks(model))
-        elif isinstance(which, (type, tuple)):
+        if isinstance(which, (type, tuple)):
             found = [m for m in model.modules() if isinstance(m, which)]
         else:
             found = [m for m in model.modules() if which(m)]

@@ -52,19 +52,6 @@ def has_weights(o: Any) -> bool:
     return isinstance(o, nn.Module) and next(o.parameters(), None) is not None
 
 
-def find_blocks(m: nn.Module) -> Iterator[nn.Module]:
-    "Yield the entries of each `ModuleList` or `Sequential` whose entries with weights have one class."
-    entries = []
-    if isinstance(m, (nn.ModuleList, nn.Sequential)):
-        entries = [c for c in m.children() if has_weights(c)]
-    are_blocks = len(entries) > 1 and len({*map(type, entries)}) == 1
-    if are_blocks and not isinstance(entries[0], (nn.ModuleList, nn.ModuleDict)):
-        yield from entries
-    else:
-        for c in m.children():
-            yield from find_blocks(c)
-
-
 def model_device(model: nn.Module, dls: Any) -> torch.device:
     "Return the device of the model's first parameter, or of the data for a model without parameters."
     for p in model.parameters():

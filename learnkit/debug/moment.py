@@ -209,7 +209,6 @@ class Moment:
         alone, in evaluation mode and without callbacks. The Learner is not changed."""
         learn, model = self.learn, self.learn.model
         params = [p for p in model.parameters() if p.requires_grad]
-        kept = [p.grad for p in params]
         rows = []
         with preserved_modes(model), preserved_rng(), torch.enable_grad():
             model.eval()
@@ -223,8 +222,6 @@ class Moment:
                 rows.append(
                     {'position': i, 'index': index, 'loss': loss.item(), 'norm': norm.item()}
                 )
-        for p, grad in zip(params, kept, strict=True):
-            p.grad = grad
         total = sum(row['norm'] for row in rows) or 1.0
         for row in rows:
             row['share'] = row.pop('norm') / total

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from learnkit.checkpoint.state import collect_state
 from learnkit.core.errors import DistributedError, ModelError, OptionError
-from learnkit.core.model import find_blocks, has_weights, wrappers_of
+from learnkit.core.model import has_weights, wrappers_of
 from learnkit.core.validation import check_count
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import close_hosts, mesh_of, open_hosts, reshard
@@ -251,6 +251,19 @@ def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
             f'wrap={wrap!r}: {type(model).__name__} has no such module inside with weights of its own.'
         )
     return units[::-1]
+
+
+def find_blocks(m: nn.Module) -> Iterator[nn.Module]:
+    "Yield the entries of each `ModuleList` or `Sequential` whose entries with weights have one class."
+    entries = []
+    if isinstance(m, (nn.ModuleList, nn.Sequential)):
+        entries = [c for c in m.children() if has_weights(c)]
+    are_blocks = len(entries) > 1 and len({*map(type, entries)}) == 1
+    if are_blocks and not isinstance(entries[0], (nn.ModuleList, nn.ModuleDict)):
+        yield from entries
+    else:
+        for c in m.children():
+            yield from find_blocks(c)
 
 
 def shares_weights(m: nn.Module, model: nn.Module) -> bool:

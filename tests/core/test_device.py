@@ -38,7 +38,7 @@ class FakeAccelerator(TorchDispatchMode):
             return 1.0  # every value is finite
         if name == 'copy_' and args[0].device.type == 'cpu':
             self.reads.append(name)
-            return args[0]
+            return args[0].zero_()
         if name == '_to_copy' and kwargs.get('device') == torch.device('cpu'):
             self.reads.append(name)
             return torch.zeros(args[0].shape, dtype=kwargs.get('dtype') or args[0].dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import LRFinder, LRScheduler, MLPerf, ParamScheduler, TorchProfiler
+from learnkit.callbacks.activation_checkpointing import ActivationCheckpointing
 from learnkit.callbacks.export import LoadWeights
 from learnkit.callbacks.optuna import OptunaPruning
 from learnkit.callbacks.progress import ProgressCallback
@@ -24,6 +25,7 @@ from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
+from learnkit.debug.moment import StopBefore
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.gather import BatchCollector, PredictionSink
@@ -44,7 +46,7 @@ def classes() -> list[type[Callback]]:
         c
         for c in below(Callback)
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
-    } - {BatchCollector, PredictionSink}  # parts of `get_preds`, made of its arguments
+    } - {BatchCollector, PredictionSink, StopBefore}  # parts of `get_preds` and `rewind`
     return sorted(found, key=lambda c: c.__name__)
 
 
@@ -73,6 +75,7 @@ def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
         FixedStopper: lambda: FixedStopper('1000ep'),
         LoadWeights: lambda: LoadWeights(weights()),
         ThresholdStopper: lambda: ThresholdStopper('valid_loss', 0.0),
+        ActivationCheckpointing: lambda: ActivationCheckpointing(nn.Linear),
         LRScheduler: lambda: LRScheduler(step_lr),
         OptunaPruning: lambda: OptunaPruning(_fixed_trial()),
     }

@@ -16,7 +16,9 @@ DEV = set(
     pytorch_optimizer schedulefree scipy setuptools sklearn sphinx tensorboard torchdata torchmetrics transformers
     wandb""".split()
 )
-OTHER = set('accelerate fastai ray resource'.split())  # `resource` is Python's, on Unix alone
+OTHER = set(
+    'accelerate fastai flask moto ray resource s3fs'.split()
+)  # `resource` is Python's, on Unix alone
 
 
 def skip_if_absent(module: str | None) -> None:
