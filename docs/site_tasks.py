@@ -132,7 +132,8 @@ _ROWS = (
         'debugging',
         'Find what is wrong',
         'Values that are not finite, batches to run again, hooks, and summaries of a model.',
-        'callbacks.nan_guard callbacks.replay callbacks.hooks callbacks.model_summary debug.doc',
+        'callbacks.nan_guard callbacks.replay callbacks.hooks callbacks.model_summary debug.doc '
+        'debug.difference',
     ),
     (
         'distributed',

@@ -135,6 +135,9 @@ from .data.dataloaders import (
 from .data.evaluator import (
     Evaluator as Evaluator,
 )
+from .debug.difference import (
+    first_difference as first_difference,
+)
 from .debug.doc import (
     doc as doc,
 )

@@ -54,6 +54,11 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def is_epoch(value: Any) -> bool:
+    "a number that is not negative, or -1 before the first epoch"
+    return type(value) is int and value >= -1
+
+
 def is_amount(value: Any) -> bool:
     "a finite number that is not negative"
     return type(value) in (int, float) and isfinite(value) and value >= 0
@@ -143,7 +148,7 @@ _POSITION = {
     'workers_run': bool,
 }
 _LOOP = {
-    'epoch': is_count,
+    'epoch': is_epoch,
     'iter': is_count,
     'train_iter': is_count,
     'pct_train': is_amount,

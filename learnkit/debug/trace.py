@@ -126,7 +126,7 @@ def list_metric_names(learn: Learner) -> dict[str, str]:
 def trace(learn: Learner) -> Iterator[Trace]:
     "Return a context that records which callback changes what."
     changes = Trace()
-    with _replace_tables(learn, lambda table: TracedTable(learn, table, changes)):
+    with replace_tables(learn, lambda table: TracedTable(learn, table, changes)):
         yield changes
     for name in dict.fromkeys(c.callback for c in changes.by_observers):
         names = [c.what for c in changes.by_observers if c.callback == name]
@@ -135,7 +135,7 @@ def trace(learn: Learner) -> Iterator[Trace]:
 
 
 @contextmanager
-def _replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
+def replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
     learn.timings.stop(learn)
     original_tables = learn.parts.tables
@@ -213,7 +213,16 @@ class TracedTable(HandlerTable):
             ]
 
 
-def digest_state(learn: Learner) -> dict[str, Any]:
+def digest(o: Any) -> str:
+    "Return a digest of the tensors in a nested structure, or its description if there are none."
+    tensors = [t if t.layout is torch.strided else t.to_dense() for t in tensors_in(o)]
+    return digest_plain(tensors, leave_out=()) if tensors else describe(o)
+
+
+def digest_state(
+    learn: Learner,
+    digest: Callable[[Any], Any] = digest,  # f(tensors): what is returned of each value
+) -> dict[str, Any]:
     "Return a digest of every value that a callback may change, by name."
     found: dict[str, Any] = {
         name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
@@ -230,9 +239,3 @@ def digest_state(learn: Learner) -> dict[str, Any]:
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
     found['random numbers'] = digest_plain(capture_rng(), leave_out=())
     return found
-
-
-def digest(o: Any) -> str:
-    "Return a digest of the tensors in a nested structure, or its description if there are none."
-    tensors = [t if t.layout is torch.strided else t.to_dense() for t in tensors_in(o)]
-    return digest_plain(tensors, leave_out=()) if tensors else describe(o)

@@ -43,6 +43,7 @@ def test_the_state_and_the_loss_of_any_batch(name: str, tmp_path: Path) -> None:
 def test_other_units_and_before_the_first_checkpoint(tmp_path: Path) -> None:
     losses = train(make(tmp_path))
     assert make(tmp_path).rewind(2).step() == losses[2]
+    assert make(tmp_path).rewind(0).play('9ba') == losses[:9]
     again = make(tmp_path)
     for to, ba in (('1ep', 8), ('72sp', 9), ('10st', 10)):
         assert again.rewind(to).ba == ba
