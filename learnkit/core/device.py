@@ -35,7 +35,8 @@ def has_streams(device: torch.device) -> bool:
 
 def find_module() -> Any:
     "Return the module of the accelerator, such as `torch.cuda`, if this process has used it; else None."
-    accelerator = find_accelerator()
+    # without asking whether it is available, which may start the driver, after which no process can be forked
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
     module: Any = torch.get_device_module(accelerator)

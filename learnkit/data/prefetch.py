@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from learnkit.core.batch import map_tensors, tensors_in, to_device
+from learnkit.core.batch import map_tensors, tensors_in
 from learnkit.core.device import has_streams
 from learnkit.data.dataloaders import TensorLoader
 
@@ -68,7 +68,8 @@ class _Copier(Iterator[Any]):
             if self.next_batch is _END:
                 return
             with self.stream:
-                self.next_batch = to_device(map_tensors(self.next_batch, _pin), self.device)
+                # an object with its own `to` is left to the loop: the allocator would not know of its tensors
+                self.next_batch = map_tensors(self.next_batch, lambda t: _send(t, self.device))
         except Exception as e:
             self.error = e
 
@@ -90,5 +91,7 @@ class _Copier(Iterator[Any]):
         return batch
 
 
-def _pin(t: torch.Tensor) -> torch.Tensor:
-    return t.pin_memory() if t.device.type == 'cpu' else t
+def _send(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    "Start to copy a tensor to a device, from pinned memory."
+    source = t.pin_memory() if t.device.type == 'cpu' else t
+    return source.to(device, non_blocking=True)

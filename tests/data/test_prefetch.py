@@ -47,7 +47,7 @@ class Log(list[str]):
         monkeypatch.setattr(torch.accelerator, 'current_stream', Stream)
         monkeypatch.setattr(Tensor, 'record_stream', lambda t, s: log.append('in use'))
         monkeypatch.setattr(Tensor, 'pin_memory', lambda t: t)
-        monkeypatch.setattr(readahead, 'to_device', lambda b, device: (log.append('copy'), b)[1])
+        monkeypatch.setattr(readahead, '_send', lambda t, device: (log.append('copy'), t)[1])
 
 
 def test_the_next_batch_is_on_its_way_before_this_one_is_used(
@@ -61,7 +61,7 @@ def test_the_next_batch_is_on_its_way_before_this_one_is_used(
         log.append('used')
         got.append((x[0].item(), y['y'][0].item()))
     assert got == [(0.0, 0.0), (1.0, -1.0), (2.0, -2.0)]
-    travel, use = ['side', 'copy', 'main'], ['wait', 'in use', 'in use']
+    travel, use = ['side', 'copy', 'copy', 'main'], ['wait', 'in use', 'in use']
     assert list(log) == [*travel, *use, *travel, 'used', *use, *travel, 'used', *use, 'used']
 
 
@@ -116,6 +116,20 @@ def test_a_position_is_after_the_batches_that_were_used(monkeypatch: pytest.Monk
     position = drawing.state_dict(1)
     resumed = LoaderPosition.resume(make(), position).begin()
     assert [b[0].tolist() for b in resumed] == [b[0].tolist() for b in batches]
+
+
+def test_an_object_that_moves_itself_is_left_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    "Its tensors would be freed on a stream that does not wait for the computation on them."
+    log = Log()
+    log.install(monkeypatch)
+
+    class Graph:
+        def to(self, device: Any) -> None:
+            raise AssertionError
+
+    graph = Graph()
+    ((found, _),) = read_ahead([(graph, torch.ones(1))], CUDA)
+    assert found is graph and log == ['side', 'copy', 'main', 'wait', 'in use']
 
 
 @pytest.mark.cuda
