@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from learnkit.checkpoint.resume_check import silenced
 from learnkit.checkpoint.state import collect_state, copy_to_host
-from learnkit.core.batch import find_bs, map_tensors
+from learnkit.core.batch import find_bs, map_tensors, take_rows
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
-from learnkit.core.html import table
-from learnkit.core.model import preserved_modes
-from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time
+from learnkit.data.show import show_samples
+from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
 from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback import Callback
+from learnkit.engine.own_loop import list_overrides
+from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -39,7 +37,7 @@ class StopBefore(Callback):
     """
 
     order = 10_000  # after all callbacks whose changes the state must hold
-    runs_first = ('before_batch',)  # before any callback changes the batch
+    runs_first: tuple[str, ...] = ('before_batch',)  # before any callback changes the batch
     run_in = 'fit'
     run_valid = False
 
@@ -52,6 +50,7 @@ class StopBefore(Callback):
         self._until = until
         self._needed = set(needed)
         self.state = state
+        self.first: Mapping[str, Any] | None = None  # state before the first batch of the run
         self.losses: dict[int, float] = {}  # by the number of the batch
         self.drawn: dict[str, Any] = {}  # the next batch; empty at the end of the run
         self.held: list[Any] = []  # callbacks that are switched off from the time on
@@ -68,7 +67,7 @@ class StopBefore(Callback):
         if self.state is None:
             state = copy_to_host(gather_full_state(collect_state(learn, 'epoch')))
             # as after an epoch before the first
-            self.state = {**state, 'loop': {**state['loop'], 'epoch': -1}}
+            self.state = self.first = {**state, 'loop': {**state['loop'], 'epoch': -1}}
 
     def before_batch(self) -> None:
         "End the fit at the time."
@@ -132,6 +131,7 @@ class Moment:
         fit: Fit,  # f(learn, resume=...), which trained
         stop: StopBefore,  # what was kept before the batch
         outside: Mapping[str, Any],  # states of callbacks that write files, when the run was there
+        find_before: Callable[[int], Any],  # f(ba): where to resume to come to a batch, or None
     ) -> None:
         self.learn = learn
         self.ba = learn.time.ba  # number of the batch, over all fits
@@ -141,6 +141,7 @@ class Moment:
         self._fit = fit
         self._state = stop.state
         self._outside = outside
+        self._find_before = find_before
 
     def __repr__(self) -> str:
         return f'Moment(before batch {self.ba}, epoch {self.learn.epoch}, indices={self.indices})'
@@ -203,46 +204,61 @@ class Moment:
     # -- the batch ---------------------------------------------------------------------------------
 
     def samples(self) -> Samples:
-        """Return the samples of the batch, largest loss first: position, index, loss, share of the gradient.
+        """Return the samples of the batch, largest loss first: position, loss, share of the gradient, index.
 
-        The share is the norm of a sample's gradient over the sum of these norms. Each sample goes through the model
-        alone, in evaluation mode and without callbacks. The Learner is not changed."""
-        learn, model = self.learn, self.learn.model
-        params = [p for p in model.parameters() if p.requires_grad]
-        rows = []
-        with preserved_modes(model), preserved_rng(), torch.enable_grad():
-            model.eval()
-            for i in range(find_bs(self.xb, self.yb, learn.size_func)):
-                xb = map_tensors(tuple(self.xb), partial(_take_row, i=i))
-                yb = map_tensors(tuple(self.yb), partial(_take_row, i=i))
-                loss = learn.loss_func(model(*xb), *yb).mean()
-                grads = torch.autograd.grad(loss, params, allow_unused=True)
-                norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
-                index = None if self.indices is None else self.indices[i]
-                rows.append(
-                    {'position': i, 'index': index, 'loss': loss.item(), 'norm': norm.item()}
-                )
-        total = sum(row['norm'] for row in rows) or 1.0
-        for row in rows:
-            row['share'] = row.pop('norm') / total
-        return Samples(sorted(rows, key=lambda row: -row['loss']))
+        The share is the norm of a sample's gradient over the sum of these norms. The samples are as the callbacks have
+        made them before the forward pass. Each goes through the model alone, in evaluation mode: by `torch.func` where
+        the model allows it, otherwise one after the other. The Learner is not changed. Raises `LossError` for a batch
+        without a loss, and `OptionError` for a Learner with its own `train_batch`."""
+        if {'train_batch', '_do_one_batch'} & {*list_overrides(self.learn)}:
+            raise OptionError(
+                f'samples(): {type(self.learn).__name__} trains on batches in its own way, which has no loss of one '
+                'sample. `moment.step(without=[i])` leaves samples out.'
+            )
+        stop = _MeasureSamples(Time(self.ba, 'ba'), self._state)
+        self._look(stop, self._state)
+        for row in stop.rows:
+            row['index'] = None if self.indices is None else self.indices[row['position']]
+        return Samples(stop.rows, self.xb)
+
+    def layers(self) -> Rows:
+        """Return the norms of output and gradient of each layer in this step and, as `*_before`, in the step before.
+
+        The step before is repeated from its nearest checkpoint; its norms are None for the first batch of a run."""
+        now = LayerNorms(self.ba)
+        self._look(StopBefore(Time(self.ba + 1, 'ba'), self._state), self._state, [now])
+        last = LayerNorms(self.ba - 1)
+        earlier = self._find_before(self.ba - 1)
+        if earlier is not None:
+            self._look(StopBefore(Time(self.ba, 'ba'), self._state), earlier, [last])
+        rows = Rows()
+        for name, norms in now.norms.items():
+            before = {f'{k}_before': last.norms.get(name, {}).get(k) for k in norms}
+            rows.append({'layer': name, **norms, **before})
+        return rows
+
+    def show(self, max_n: int = 9) -> Any:
+        "Show samples of the batch with their targets: images in a grid, other data as a table."
+        n = find_bs(self.xb, self.yb, self.learn.size_func)
+        rows = list(range(min(n, max_n)))
+        details = {} if self.indices is None else {'index': self.indices[:max_n]}
+        xb, yb = take_rows((self.xb, self.yb), n, rows)
+        return show_samples(xb, {**details, 'target': yb}, getattr(self.learn.dls, 'vocab', None))
+
+    def _look(self, stop: StopBefore, resume: Any, cbs: Iterable[Callback] = ()) -> None:
+        "Train up to a batch, and restore the Learner."
+        with restored(self.learn):
+            travel(self.learn, stop, self._fit, resume, cbs)
 
 
-class Samples(list[dict[str, Any]]):
-    "Samples of a batch as dicts; a table in a notebook."
+class _MeasureSamples(StopBefore):
+    "End a fit before the forward pass of a batch, and measure its samples as callbacks have made them."
 
-    def _repr_html_(self) -> str:
-        names = ('position', 'index', 'loss', 'share')
-        cells = [[_format(row[name]) for name in names] for row in self]
-        return table(names, cells)
+    runs_first = ()  # after the other callbacks
 
-
-def _take_row(t: torch.Tensor, i: int) -> torch.Tensor:
-    return t[i : i + 1]
-
-
-def _format(value: Any) -> str:
-    return f'{value:.4g}' if isinstance(value, float) else str(value)
+    def before_batch(self) -> None:
+        self.rows = measure_samples(self.learn)
+        super().before_batch()
 
 
 def _rate_callback(lr: float) -> Callback:

@@ -187,20 +187,36 @@ def _refuse(reasons: list[str], exact: bool) -> None:
 
 def _go(learn: Learner, run: RecordedRun, origin: Entry | None, until: Time, fit: Fit) -> Moment:
     "Train from the checkpoint up to the batch, and stand there."
-    resume: ResumeState | None = None
     outside = _collect_outside(learn)
+    resume = None
     if origin is not None:
-        resume = find_checkpoint(learn, origin.path)
-        assert resume is not None  # the file was there
-        callbacks = resume.state['callbacks']
+        resume, callbacks = _read_checkpoint(learn, run, origin)
         outside |= {key: callbacks[key] for key in outside if key in callbacks}
-        needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
-        resume.state = {**resume.state, 'callbacks': needed}
     stop = StopBefore(until, None if resume is None else resume.state, run.info['callbacks'])
     travel(learn, stop, fit, resume or False)
     if not stop.drawn:
         raise CheckpointError(f'The run ends before {until}: there is no batch to stand before.')
-    return Moment(learn, fit, stop, outside)
+
+    def find_before(ba: int) -> Any:
+        "Return where to resume to come to a batch: a checkpoint, the start of the run, or None."
+        before = run.find_before(Time(max(ba, 0), 'ba')) if ba >= run.first else None
+        if before is None:
+            return stop.first if ba >= run.first else None
+        return _read_checkpoint(learn, run, before)[0]
+
+    return Moment(learn, fit, stop, outside, find_before)
+
+
+def _read_checkpoint(
+    learn: Learner, run: RecordedRun, entry: Entry
+) -> tuple[ResumeState, dict[str, Any]]:
+    "Return a checkpoint with the states of the callbacks that are repeated, and the states of all."
+    resume = find_checkpoint(learn, entry.path)
+    assert resume is not None  # the file was there
+    callbacks = resume.state['callbacks']
+    needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
+    resume.state = {**resume.state, 'callbacks': needed}
+    return resume, callbacks
 
 
 def _collect_outside(learn: Learner) -> dict[str, Any]:

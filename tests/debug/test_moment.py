@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learnkit import Callback, Checkpoint
+from learnkit import Callback, Checkpoint, Learner, MixUp
 from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.testing import learn_digest
 from tests.helpers.rewinding import BS, EPOCHS, make, train
 
 
@@ -61,6 +62,43 @@ def test_a_planted_row_is_found(tmp_path: Path) -> None:
         i = sample['position']
         expected = (again.model(moment.xb[0][i]) - moment.yb[0][i]).square().item()
         assert sample['loss'] == pytest.approx(expected, rel=1e-5)
-    assert '37' in samples._repr_html_()
+    html = str(samples._repr_html_())
+    assert '37' in html and '<img' not in html
+    assert list(moment.show().columns)[:2] == ['x[0]', 'x[1]']
     i = samples[0]['position']
     assert moment.step(without=[i]) < moment.step()
+
+
+def test_samples_and_layers_leave_the_learner_where_it_stands(tmp_path: Path) -> None:
+    losses = train(make(tmp_path, MixUp()))
+    again = make(tmp_path, MixUp())
+    moment = again.rewind('13ba')
+    before = learn_digest(again)
+    samples = moment.samples()
+    layers = moment.layers()
+    assert learn_digest(again) == before
+    assert len(samples) == BS and sorted(row['index'] for row in samples) == sorted(
+        moment.indices or []
+    )
+    assert moment.step() == losses[13]
+    last = again.rewind('12ba').layers()
+    assert [row['layer'] for row in layers] == ['0', '1', '2', '3']
+    for row, earlier in zip(layers, last, strict=True):
+        assert row['activation'] > 0 and (row['gradient'] > 0) == (row['layer'] in '03')
+        for name in ('activation', 'gradient'):
+            assert row[f'{name}_before'] == earlier[name]
+    assert again.rewind('10ba').layers()[0]['gradient_before'] > 0  # the batch of a checkpoint
+    first = make(tmp_path, MixUp()).rewind(0).layers()
+    assert first[0]['gradient'] > 0 and first[0]['gradient_before'] is None
+
+
+def test_samples_of_an_own_batch_are_refused(tmp_path: Path) -> None:
+    class Own(Learner):
+        def train_batch(self) -> None:
+            self.optimize(self.compute_loss(self.forward(self.model, self.x)))
+
+    train(make(tmp_path, kind=Own))
+    moment = make(tmp_path, kind=Own).rewind('6ba')
+    assert moment.layers()[0]['gradient'] > 0
+    with pytest.raises(OptionError, match='in its own way'):
+        moment.samples()

@@ -25,7 +25,8 @@ from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
-from learnkit.debug.moment import StopBefore
+from learnkit.debug.moment import StopBefore, _MeasureSamples
+from learnkit.debug.samples import LayerNorms
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.gather import BatchCollector, PredictionSink
@@ -46,7 +47,13 @@ def classes() -> list[type[Callback]]:
         c
         for c in below(Callback)
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
-    } - {BatchCollector, PredictionSink, StopBefore}  # parts of `get_preds` and `rewind`
+    } - {
+        BatchCollector,
+        LayerNorms,
+        PredictionSink,
+        StopBefore,
+        _MeasureSamples,
+    }  # parts of `get_preds` and `rewind`
     return sorted(found, key=lambda c: c.__name__)
 
 

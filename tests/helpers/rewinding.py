@@ -38,7 +38,13 @@ def describe(learn: Learner) -> str:
 
 
 def make(
-    path: Path, *cbs: Any, workers: int = 0, seed: int = 0, bad: int | None = None, **options: Any
+    path: Path,
+    *cbs: Any,
+    workers: int = 0,
+    seed: int = 0,
+    bad: int | None = None,
+    kind: type[Learner] = Learner,
+    **options: Any,
 ) -> Learner:
     torch.manual_seed(seed)
     x = torch.randn(N, 4)
@@ -49,7 +55,7 @@ def make(
     dls = DataLoaders(DataLoader(data, BS, shuffle=True, num_workers=workers), DataLoader(data, BS))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
     options = {'opt_func': partial(SGD, mom=0.9), 'lr': 0.01, **options}
-    learn = Learner(
+    learn = kind(
         dls,
         model,
         nn.MSELoss(),

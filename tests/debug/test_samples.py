@@ -1,0 +1,99 @@
+"""Losses and gradients of single samples: by torch.func and one after the other, compared with a loop by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.debug import samples
+from learnkit.debug.samples import measure_samples
+
+
+class ByName(nn.Module):
+    "Model of a batch that is a dict."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = self.linear(values)
+        return out
+
+
+class Branches(nn.Module):
+    "Model that depends on values, which torch.func cannot transform."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return 2 * out if out.sum().item() > 0 else out
+
+
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1] * 4)
+CASES: dict[str, tuple[Any, Any, bool]] = {
+    'norm and dropout': (
+        lambda: nn.Sequential(
+            nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.ReLU(), nn.Linear(5, 2)
+        ),
+        (X, Y),
+        True,
+    ),
+    'dict': (ByName, ({'values': X}, Y), True),
+    'branches': (Branches, (X, Y), False),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_samples_are_those_of_a_loop_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, batch, is_supported = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    loss_func = nn.CrossEntropyLoss()
+    together: list[bool] = []
+    measure = samples._measure_together
+
+    def spy(*args: Any) -> Any:
+        together.append((result := measure(*args)) is not None)
+        return result
+
+    monkeypatch.setattr(samples, '_measure_together', spy)
+    found: list[list[dict[str, Any]]] = []
+    expected: list[tuple[float, float]] = []
+
+    def look(cb: Any) -> None:
+        found.extend(measure_samples(cb.learn, vectorized) for vectorized in (True, False))
+        model.eval()
+        for x, y in zip(X, Y, strict=True):
+            loss = loss_func(model(x[None]), y[None])
+            grads = torch.autograd.grad(loss, [*model.parameters()])
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            expected.append((loss.item(), norm.item()))
+        model.train()
+
+    learn = Learner(DataLoaders([batch]), model, loss_func)
+    with learn.no_bar():
+        learn.fit(1, cbs=Callback(before_batch=look))
+    assert together == [is_supported]
+    total = sum(norm for _, norm in expected)
+    for rows in found:
+        assert [row['loss'] for row in rows] == sorted((row['loss'] for row in rows), reverse=True)
+        for row in rows:
+            loss, norm = expected[row['position']]
+            assert row['loss'] == pytest.approx(loss, rel=1e-5)
+            assert row['share'] == pytest.approx(norm / total, rel=1e-4)
+
+
+def test_pictures() -> None:
+    pytest.importorskip('matplotlib')
+    rows = [{'position': i, 'loss': 1.0 - i, 'share': 0.5, 'index': i} for i in range(2)]
+    html = str(samples.Samples(rows, (torch.rand(2, 1, 4, 4),))._repr_html_())
+    assert html.count('<img') == 1 and html.count('<tr>') == 3
