@@ -402,7 +402,13 @@ class Checkpoint(Callback):
             'n_epoch': learn.n_epoch,
             'ranks': learn.world.size,
             'device': str(model_device(learn.model, learn.dls)),
-            'callbacks': [keys[id(cb)] for cb in learn.cbs if not declared(cb, 'writes_files')],
+            # those of the process group belong to the way in which the run is started
+            'callbacks': [
+                keys[id(cb)]
+                for cb in learn.cbs
+                if not declared(cb, 'writes_files')
+                and not type(cb).__module__.startswith('learnkit.distributed.')
+            ],
             'lost': self._lost,
         }
 

@@ -78,7 +78,8 @@ def take_inventory(learn: Learner) -> Inventory:
     found |= _list_module(model, 'model')
     if isinstance(loss, nn.Module):
         found |= _list_module(loss, 'loss_func')
-    elif loss is not None:
+    elif loss is not None and id(getattr(loss, '__self__', None)) not in map(id, learn.cbs):
+        # a callback sets its own method again, as fastai's MixUp does
         found['loss_func'] = fingerprint(loss), _IN_LOSS
     found |= _list_data(learn.dls.train)
     own_classes = [

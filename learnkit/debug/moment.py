@@ -111,11 +111,15 @@ def travel(
     cbs: Iterable[Callback] = (),
 ) -> None:
     "Train silently until a callback ends the fit."
+    loss_func = learn.loss_func
     with silenced(learn), learn.added_cbs([*cbs, stop]):
         try:
             fit(learn, resume=resume)
         finally:
             learn.parts.callbacks.release(stop.held)
+            learn.loss_func = (
+                loss_func  # callbacks such as fastai's MixUp restore it in `after_train`
+            )
 
 
 class Moment:

@@ -384,3 +384,15 @@ def test_plot_sched_draws_what_changed() -> None:
     assert axs[1].get_lines()[0].get_ydata().tolist() == pytest.approx([i / 10 for i in range(10)])
     [ax] = learn.recorder.plot_sched('wd', figsize=(3, 2))
     assert ax.get_ylabel() == 'wd' and ax.figure.get_size_inches().tolist() == [3, 2]
+
+
+def test_what_a_rewound_run_needs_takes_sixteen_bytes_a_step() -> None:
+    sizes = []
+    for n in (100, 200):
+        learn = synth_learner(n_train=n)
+        with learn.no_bar():
+            learn.fit(1)
+        kept = learn.recorder.state_dict()['smooth_loss']
+        assert kept['raw'].tolist() == learn.recorder.smooth_loss.raw  # as they were, bit for bit
+        sizes.append(sum(t.nbytes for t in kept.values() if isinstance(t, Tensor)))
+    assert sizes[1] - sizes[0] == 100 * 16

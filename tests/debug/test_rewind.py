@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from learnkit import CSVLogger, GradientAccumulation, MixedPrecision, MixUp
+from learnkit import (
+    Checkpoint,
+    CSVLogger,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixedPrecision,
+    MixUp,
+)
 from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.debug.rewind import find_spike
 from tests.helpers.rewinding import BATCHES, Record, describe, make, train
@@ -74,3 +87,70 @@ def test_a_run_that_cannot_be_repeated_is_refused_by_name(tmp_path: Path) -> Non
         make(tmp_path / 'empty').rewind('3ba')
     with pytest.raises(OptionError, match='Give a time'):
         make(tmp_path).rewind()
+
+
+# -- as promised -----------------------------------------------------------------------------------
+
+FAR = 10_000  # steps
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.debug.test_rewind import make_far
+from tests.helpers.rewinding import Record, describe
+learn = make_far(Path(sys.argv[1]), Record([]))
+moment = learn.rewind(int(sys.argv[2]))
+print(learn.time.ba, describe(learn), repr(moment.step()))
+"""
+
+
+def make_far(path: Path, *cbs: Any) -> Learner:
+    "Make the Learner of a long run."
+    torch.manual_seed(0)
+    x = torch.randn(8000, 4)
+    dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=16, shuffle=True)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+    checkpoint = Checkpoint('500ba', keep_last=None)
+    return Learner(dls, model, nn.MSELoss(), path=path, cbs=[checkpoint, *cbs])
+
+
+@pytest.mark.full
+def test_twenty_steps_of_ten_thousand_in_new_processes(tmp_path: Path) -> None:
+    steps = sorted(random.Random(0).sample(range(FAR), 20))
+    record = Record(steps)
+    learn = make_far(tmp_path, record)
+    with learn.no_bar():
+        learn.fit(FAR // 500)
+    losses = learn.recorder.smooth_loss.raw
+    equal = 0
+    for ba in steps:
+        command = [sys.executable, '-c', SCRIPT, str(tmp_path), str(ba)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        equal += out.split() == [str(ba), record.digests[ba], repr(losses[ba])]
+    print(f'rewind: {equal} of {len(steps)} states and losses equal, bit for bit')
+    assert equal == len(steps)
+
+
+@pytest.mark.full
+def test_twenty_rows_of_fifty_thousand(tmp_path: Path) -> None:
+    places: list[int] = []
+    for seed in range(20):
+        bad = random.Random(seed).randrange(50_000)
+
+        def make_planted(path: Path, seed: int = seed, bad: int = bad) -> Learner:
+            torch.manual_seed(seed)
+            x = torch.randn(50_000, 16)
+            y = x[:, :4].sum(1, keepdim=True) + 0.1 * torch.randn(50_000, 1)
+            y[bad] = 100.0  # a jump above the noise of the first steps
+            dls = DataLoaders.from_tensors((x, y), bs=64, shuffle=True)
+            model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+            return Learner(dls, model, nn.MSELoss(), path=path, cbs=Checkpoint('200ba'))
+
+        folder = tmp_path / str(seed)
+        with make_planted(folder).no_bar() as learn:
+            learn.fit(1)
+        samples = make_planted(folder).rewind(spike=True).samples()
+        indices = [row['index'] for row in samples]
+        places.append(indices.index(bad) if bad in indices else -1)
+    print(f'samples: the planted row is first in {places.count(0)} of 20; places {places}')
+    assert places.count(0) >= 19

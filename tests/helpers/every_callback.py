@@ -25,7 +25,7 @@ from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
-from learnkit.debug.moment import StopBefore, _MeasureSamples
+from learnkit.debug.moment import StopBefore
 from learnkit.debug.samples import LayerNorms
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
@@ -52,7 +52,6 @@ def classes() -> list[type[Callback]]:
         LayerNorms,
         PredictionSink,
         StopBefore,
-        _MeasureSamples,
     }  # parts of `get_preds` and `rewind`
     return sorted(found, key=lambda c: c.__name__)
 

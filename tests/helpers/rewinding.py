@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ class Record(Callback):
     order = -100
     run_valid = False
 
-    def __init__(self) -> None:
+    def __init__(self, batches: Container[int] = range(1 << 30)) -> None:
+        self._batches = batches
         self.digests: dict[int, str] = {}
         self.indices: dict[int, Any] = {}
 
     def before_batch(self) -> None:
+        if self.learn.time.ba not in self._batches:
+            return
         self.digests[self.learn.time.ba] = describe(self.learn)
         self.indices[self.learn.time.ba] = self.learn.parts.passes.indices(self.learn)
 
