@@ -1001,7 +1001,7 @@ class Learner(Loop):
         | int
         | Time
         | None = None,  # the batch: 1234, '1234ba', '3ep' (its first), '5000sp'
-        spike: bool = False,  # go to the largest jump of the recorded loss
+        spike: bool = False,  # go to the largest jump of the loss, relative to the noise nearby
         fit: Callable[..., Any]
         | None = None,  # f(learn, resume=), which trained; None: `learn.fit`
         folder: str | Path | None = None,  # folder of the checkpoints; None: the Checkpoint's

@@ -402,13 +402,7 @@ class Checkpoint(Callback):
             'n_epoch': learn.n_epoch,
             'ranks': learn.world.size,
             'device': str(model_device(learn.model, learn.dls)),
-            # those of the process group belong to the way in which the run is started
-            'callbacks': [
-                keys[id(cb)]
-                for cb in learn.cbs
-                if not declared(cb, 'writes_files')
-                and not type(cb).__module__.startswith('learnkit.distributed.')
-            ],
+            'callbacks': [keys[id(cb)] for cb in learn.cbs if is_repeated(cb)],
             'lost': self._lost,
         }
 
@@ -592,6 +586,11 @@ class Checkpoint(Callback):
             self._measured_at = sd['measured_at']
             self._best_values = list(sd['best_values'])
         self._trained |= set(sd.get('trained', ()))
+
+
+def is_repeated(cb: Any) -> bool:
+    "Return True for a callback that a rewound run must have, too: not for loggers, nor for the process group's."
+    return not declared(cb, 'writes_files') and declared(cb, 'needed_to_rewind', True)
 
 
 def _find_mode(monitor: str) -> str:

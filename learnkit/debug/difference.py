@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.batch import tensors_in
-from learnkit.core.errors import OptionError
+from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import check_number
 from learnkit.debug.moment import Fit, StopBefore
 from learnkit.debug.rewind import RecordedRun, list_runs
-from learnkit.debug.trace import digest, digest_state, replace_tables
+from learnkit.debug.trace import WatchedTable, digest, digest_state, replace_tables
 from learnkit.engine.dispatch import Entry, HandlerTable
-from learnkit.engine.events import CONTEXTS
 from learnkit.engine.resume import find_checkpoint_folder
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def first_difference(
     optimizer, or the generators of random numbers. With `atol` tensors are kept instead of digests, in the memory of
     the host.
 
-    Raises `OptionError` for folders without `make`, and what `Learner.rewind` raises.
+    Raises `OptionError` for folders without `make`, `CheckpointError` for runs without recorded losses, and what
+    `Learner.rewind` raises.
 
     >>> import tempfile
     >>> from learnkit import Callback, Checkpoint
@@ -127,12 +128,7 @@ def first_difference(
     if first is None:
         return None
     start = max(first - 1, *(run.first for run in runs))
-    observed = []
-    for learn in learners:
-        with (
-            preserved_rng()
-        ):  # a run without a checkpoint before the batch begins as the Learner was made
-            observed.append(_observe(learn, start, first + 1 - start, fit, keep=atol > 0))
+    observed = [_observe(learn, start, first + 1 - start, fit, keep=atol > 0) for learn in learners]
     pair = losses[0][first], losses[1][first]
     found = _find_first(observed[0], observed[1], atol)
     if found is None:  # the two steps again are equal: what differed was not repeated
@@ -160,7 +156,11 @@ def _compare_environments(a: RecordedRun, b: RecordedRun) -> list[str]:
 
 
 def _find_first_loss(a: Mapping[int, float], b: Mapping[int, float], atol: float) -> int | None:
-    "Return the number of the first batch with two losses."
+    "Return the number of the first batch with two losses, or None; raise `CheckpointError` without any to compare."
+    if not a.keys() & b.keys():
+        raise CheckpointError(
+            'No batch has a recorded loss in both runs. Train with `Recorder` and `Checkpoint`, from the same batch on.'
+        )
     return next((ba for ba in a if ba in b and not _are_close(a[ba], b[ba], atol)), None)
 
 
@@ -205,25 +205,21 @@ class Observed:
         ]
 
 
-class ObservedTable(HandlerTable):
+class ObservedTable(WatchedTable):
     "Handler table that notes the quantities at each event of the repeated batches."
 
     def __init__(self, learn: Learner, table: HandlerTable, events: list[Observed], keep: bool):
-        super().__init__(table.callbacks, table.training)
-        self.learn = learn
-        self.table = table
+        super().__init__(learn, table)
         self.events = events
-        self.keep = keep
+        self.read = _copy_tensors if keep else digest  # f(value): what is compared of it
 
-    def __missing__(self, name: str) -> list[Entry]:
-        if name in CONTEXTS.values():
-            return self.table[name]
-        entries: list[Entry] = [(partial(self._begin, name), [True], None)]
-        for handler, switch, cb in self.table[name]:
+    @override
+    def wrap(self, name: str, entries: list[Entry]) -> list[Entry]:
+        watched: list[Entry] = [(partial(self._begin, name), [True], None)]
+        for handler, switch, cb in entries:
             call = handler if isinstance(cb, StopBefore) else partial(self._watch, handler, cb)
-            entries.append((call, switch, cb))
-        self[name] = entries
-        return entries
+            watched.append((call, switch, cb))
+        return watched
 
     def _is_repeating(self) -> bool:
         "Return True from the time on at which the state before the batches was restored."
@@ -245,10 +241,9 @@ class ObservedTable(HandlerTable):
 
     def _read(self, event: str) -> Values:
         learn = self.learn
-        values = digest_state(learn, _copy_tensors if self.keep else digest)
-        values |= _read_optimizer(learn, _copy_tensors if self.keep else digest)
+        values = digest_state(learn, self.read) | _read_optimizer(learn, self.read)
         if event == 'after_draw' and learn.training:
-            values['batch'] = (_copy_tensors if self.keep else digest)(learn.batch)
+            values['batch'] = self.read(learn.batch)
             values['order of samples'] = learn.parts.passes.indices(learn)
         return values
 
@@ -275,11 +270,14 @@ def _read_optimizer(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any
 
 
 def _observe(learn: Learner, ba: int, n: int, fit: Fit | None, keep: bool) -> list[Observed]:
-    "Return the quantities at each event of `n` batches."
-    moment = learn.rewind(ba, fit=fit)
+    """Return the quantities at each event of `n` batches.
+
+    The generators are preserved: a run without a checkpoint before the batch begins as its Learner was made."""
     events: list[Observed] = []
-    with replace_tables(learn, lambda table: ObservedTable(learn, table, events, keep)):
-        moment.play(n)
+    with preserved_rng():
+        moment = learn.rewind(ba, fit=fit)
+        with replace_tables(learn, lambda table: ObservedTable(learn, table, events, keep)):
+            moment.play(n)
     return events
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,9 +118,8 @@ def travel(
             fit(learn, resume=resume)
         finally:
             learn.parts.callbacks.release(stop.held)
-            learn.loss_func = (
-                loss_func  # callbacks such as fastai's MixUp restore it in `after_train`
-            )
+            # callbacks such as fastai's MixUp restore it in `after_train`, which does not come
+            learn.loss_func = loss_func
 
 
 class Moment:
@@ -156,7 +156,7 @@ class Moment:
         without: Iterable[int] = (),  # positions in the batch of samples to leave out
         cbs: Iterable[Callback] = (),  # more callbacks
     ) -> float:
-        """Take the step, and return its loss.
+        """Take the step, and return its loss; NaN if the batch was skipped before its loss.
 
         Without arguments, it is the loss that the run has recorded, bit for bit. The Learner stands after the step.
 
@@ -168,7 +168,7 @@ class Moment:
         left_out = set(without)
         if left_out:
             changes.append(_without_callback(left_out))
-        return self._travel(1, changes)[self.ba]
+        return self._travel(1, changes).get(self.ba, math.nan)
 
     def play(
         self,
@@ -228,6 +228,7 @@ class Moment:
     def layers(self) -> Rows:
         """Return the norms of output and gradient of each layer in this step and, as `*_before`, in the step before.
 
+        The gradient is that of the layer's parameters, and None without any.
         The step before is repeated from its nearest checkpoint; its norms are None for the first batch of a run."""
         now = LayerNorms(self.ba)
         self._look(StopBefore(Time(self.ba + 1, 'ba'), self._state), self._state, [now])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import Entry, entries, has_own_files
@@ -28,6 +29,8 @@ from learnkit.engine.resume import ResumeState, find_checkpoint_folder
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
+
+_NEARBY = 10  # batches on each side of a jump, whose jumps are the noise
 
 # -- the run in its folder -------------------------------------------------------------------------
 
@@ -95,15 +98,23 @@ def find_run(folder: Path, until: Time) -> RecordedRun:
 def find_spike(losses: Mapping[int, float]) -> Time:
     """Return the time of the batch with the largest jump of the loss, or of the first loss that is not finite.
 
+    A jump is divided by the noise there: the median of the absolute jumps of ten batches on each side.
+
     >>> find_spike({10: 1.0, 11: 5.0, 12: 4.0})
     Time('11ba')
     """
     if len(losses) < 2:
         raise CheckpointError('The run has recorded no losses, so there is no spike: give a time.')
-    values = np.array([*losses.values()])
-    odd = ~np.isfinite(values[1:])
-    jumps = np.where(odd, np.inf, np.nan_to_num(np.diff(values), nan=-np.inf))
-    return Time([*losses][int(np.argmax(jumps)) + 1], 'ba')
+    batches, values = [*losses], np.array([*losses.values()])
+    odd = np.flatnonzero(~np.isfinite(values))
+    if len(odd):
+        return Time(batches[odd[0]], 'ba')
+    jumps = np.diff(values)
+    sizes = np.abs(jumps)
+    windows = sliding_window_view(np.pad(sizes, _NEARBY, mode='edge'), 2 * _NEARBY + 1)
+    least = max(np.median(sizes) / 1000, np.finfo(float).tiny)  # noise of constant losses
+    noise = np.median(windows, axis=-1).clip(least)
+    return Time(batches[int(np.argmax(jumps / noise)) + 1], 'ba')
 
 
 def find_inexact(learn: Learner, info: Mapping[str, Any]) -> list[str]:
@@ -157,7 +168,12 @@ def rewind(
     _refuse(reasons, exact)
     moment = _go(learn, run, origin, until, fit or make_fit(run.info))
     if {run.info['ranks'], learn.world.size} == {1}:
-        _refuse(find_other_losses(moment.losses, run.read_losses()), exact)
+        recorded = run.read_losses()
+        if moment.losses and not recorded:
+            warn_user(
+                'The run has not recorded a loss for each batch: the losses on the way were not compared.'
+            )
+        _refuse(find_other_losses(moment.losses, recorded), exact)
     elif run.info['ranks'] != learn.world.size:
         warn_user(
             f'The run was of {run.info["ranks"]} processes, this is {learn.world.size}: numbers are equal up to '

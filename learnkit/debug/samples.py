@@ -67,6 +67,8 @@ class Samples(Rows):
 
 
 def _format(value: Any) -> Any:
+    if value is None:
+        return ''
     return f'{value:.4g}' if isinstance(value, float) else value
 
 
@@ -182,7 +184,8 @@ class LayerNorms(Callback):
     ) -> None:
         self._ba = ba
         self._hooks: list[Any] = []
-        self.norms: dict[str, dict[str, float]] = {}  # by the name of the layer
+        # by the name of the layer; the gradient is None for a layer without parameters
+        self.norms: dict[str, dict[str, float | None]] = {}
 
     def before_batch(self) -> None:
         "Observe the layers without parts in this batch."
@@ -195,7 +198,7 @@ class LayerNorms(Callback):
 
     def _note(self, name: str, output: Any) -> None:
         found = [t.detach() for t in tensors_in(output) if t.is_floating_point()]
-        self.norms[name] = {'activation': _norm(found).item(), 'gradient': 0.0}
+        self.norms[name] = {'activation': _norm(found).item(), 'gradient': None}
 
     def after_backward(self) -> None:
         self._read_gradients()
@@ -206,8 +209,10 @@ class LayerNorms(Callback):
     def _read_gradients(self) -> None:
         "Note the gradients: in `before_step` those of the step, unscaled and clipped."
         for name, row in self.norms.items() if self._hooks else ():
-            grads = [p.grad for p in self.learn.model.get_submodule(name).parameters()]
-            row['gradient'] = _norm([g for g in grads if g is not None]).item()
+            params = self.learn.model.get_submodule(name).parameters()
+            grads = [p.grad for p in params if p.grad is not None]
+            if grads:
+                row['gradient'] = _norm(grads).item()
 
     def after_batch(self) -> None:
         self.cleanup()

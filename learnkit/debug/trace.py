@@ -16,15 +16,13 @@ from warnings import warn
 
 import torch
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.random import capture_rng
-from learnkit.engine.dispatch import (
-    Entry,
-    HandlerTable,
-)
+from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS, canonical_event
 
 if TYPE_CHECKING:
@@ -179,23 +177,35 @@ def find_place(f: Any) -> tuple[str, int]:
         return '', 0
 
 
-class TracedTable(HandlerTable):
-    "Handler table that compares the state before and after each handler."
+class WatchedTable(HandlerTable):
+    "Handler table with entries that are made from those of another table."
 
-    def __init__(self, learn: Learner, table: HandlerTable, trace: Trace) -> None:
+    def __init__(self, learn: Learner, table: HandlerTable) -> None:
         super().__init__(table.callbacks, table.training)
         self.learn = learn
         self.table = table
-        self.trace = trace
 
     def __missing__(self, name: str) -> list[Entry]:
         if name in CONTEXTS.values():
             return self.table[name]
-        entries: list[Entry] = [
-            (partial(self._watch, f, cb, name), switch, cb) for f, switch, cb in self.table[name]
-        ]
-        self[name] = entries
+        self[name] = entries = self.wrap(name, self.table[name])
         return entries
+
+    def wrap(self, name: str, entries: list[Entry]) -> list[Entry]:
+        "Return the entries of an event that call those of the other table."
+        raise NotImplementedError
+
+
+class TracedTable(WatchedTable):
+    "Handler table that compares the state before and after each handler."
+
+    def __init__(self, learn: Learner, table: HandlerTable, trace: Trace) -> None:
+        super().__init__(learn, table)
+        self.trace = trace
+
+    @override
+    def wrap(self, name: str, entries: list[Entry]) -> list[Entry]:
+        return [(partial(self._watch, f, cb, name), switch, cb) for f, switch, cb in entries]
 
     def _watch(self, handler: Callable[[], Any], cb: Any, name: str) -> None:
         __tracebackhide__ = True

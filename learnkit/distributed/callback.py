@@ -82,6 +82,7 @@ class DistributedTraining(Callback):
     # right after the counters
     order = -9.5
     needs_events = False
+    needed_to_rewind = False
     remove_on_find = False
     failures: Failures  # failures of all ranks
 
@@ -393,6 +394,7 @@ class GradientMean(Callback):
     order = 7
     run_valid = False
     needs_events = False
+    needed_to_rewind = False
     runs_last = ('before_backward',)
 
     def before_batch(self) -> None:

@@ -30,7 +30,7 @@ from learnkit.core.errors import (
     did_you_mean,
 )
 from learnkit.core.model import model_device
-from learnkit.core.plain import ATOMS, is_dense, to_plain
+from learnkit.core.plain import ATOMS, as_plain, is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
@@ -417,7 +417,9 @@ def decode(
 
 
 def _encode_tensor(t: Tensor) -> Any:
-    if t.requires_grad or not is_dense(t) or type(t) not in (Tensor, nn.Parameter):
+    "Encode a tensor; one of a subclass, such as fastai's `TensorCategory`, as a plain one."
+    t = as_plain(t)
+    if t.requires_grad or not is_dense(t) or type(t) is not Tensor:
         raise OptionError(
             'This tensor is a part of the model or of a graph, or has a class of its own.'
         )

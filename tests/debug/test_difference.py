@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from learnkit import Callback, Checkpoint, DataLoaders, GradientClip, Learner
-from learnkit.core.errors import OptionError
+from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.debug.difference import Difference, first_difference
 from learnkit.optim import Adam
 
@@ -158,6 +158,10 @@ def test_equal_runs_folders_and_a_tolerance(tmp_path: Path) -> None:
         first_difference(a, b)
     with pytest.raises(OptionError, match='same Learner'):
         first_difference(scaled, scaled)
+    with make(tmp_path / 'd').no_bar() as silent, silent.removed_cbs(silent.recorder):
+        silent.fit(1)
+    with pytest.raises(CheckpointError, match='recorded loss'):
+        first_difference(make(a), make(tmp_path / 'd'))
 
 
 def test_the_first_larger_difference(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_samples_and_layers_leave_the_learner_where_it_stands(tmp_path: Path) ->
     last = again.rewind('12ba').layers()
     assert [row['layer'] for row in layers] == ['0', '1', '2', '3']
     for row, earlier in zip(layers, last, strict=True):
-        assert row['activation'] > 0 and (row['gradient'] > 0) == (row['layer'] in '03')
+        assert row['activation'] > 0 and (row['gradient'] is not None) == (row['layer'] in '03')
         for name in ('activation', 'gradient'):
             assert row[f'{name}_before'] == earlier[name]
     assert again.rewind('10ba').layers()[0]['gradient_before'] > 0  # the batch of a checkpoint

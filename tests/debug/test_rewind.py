@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from copy import deepcopy
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from learnkit import (
+    Callback,
     Checkpoint,
     CSVLogger,
     DataLoaders,
@@ -21,9 +24,10 @@ from learnkit import (
     MixedPrecision,
     MixUp,
 )
-from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
 from learnkit.debug.rewind import find_spike
-from tests.helpers.rewinding import BATCHES, Record, describe, make, train
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rewinding import BATCHES, EPOCHS, Record, describe, make, train
 
 CASES: dict[str, dict[str, Any]] = {
     'plain': {},
@@ -70,6 +74,11 @@ def test_other_units_and_before_the_first_checkpoint(tmp_path: Path) -> None:
 
 def test_the_largest_jump() -> None:
     assert find_spike({3: 1.0, 4: 2.0, 5: float('nan'), 6: 9.0}).value == 5
+    assert find_spike({3: 1.0, 4: 1.0, 5: 1.0}).value == 4
+    noisy = [5.0 + 2.0 * (-1) ** i for i in range(50)]  # jumps of 4
+    quiet = [1.0 + 0.1 * (-1) ** i for i in range(50)]
+    quiet[30] += 1.0
+    assert find_spike(dict(enumerate(noisy + quiet))).value == 80
     with pytest.raises(CheckpointError, match='no losses'):
         find_spike({3: 1.0})
 
@@ -87,6 +96,47 @@ def test_a_run_that_cannot_be_repeated_is_refused_by_name(tmp_path: Path) -> Non
         make(tmp_path / 'empty').rewind('3ba')
     with pytest.raises(OptionError, match='Give a time'):
         make(tmp_path).rewind()
+
+
+def test_a_batch_that_was_skipped_has_no_loss(tmp_path: Path) -> None:
+    def skip(cb: Any) -> None:
+        if cb.learn.train_iter == 6:
+            raise CancelBatchException
+
+    train(make(tmp_path, Callback(before_batch=skip)))
+    again = make(tmp_path, Callback(before_batch=skip))
+    for ba, is_skipped in ((6, True), (7, False)):
+        with pytest.warns(UserWarning, match='were not compared'):
+            moment = again.rewind(ba)
+        assert isnan(moment.step()) == is_skipped
+    with pytest.raises(CheckpointError, match='no losses'):
+        make(tmp_path, Callback(before_batch=skip)).rewind(spike=True)
+
+
+@pytest.mark.dist
+def test_a_run_of_two_processes_in_one(tmp_path: Path) -> None:
+    def make_exact(*cbs: Any) -> Learner:
+        learn = make(tmp_path, *cbs)
+        learn.model[2].p = 0.0  # dropout draws for each process
+        return learn
+
+    def job(rank: int) -> Any:
+        states: dict[int, dict[str, Any]] = {}
+
+        def keep(cb: Any) -> None:
+            states[cb.learn.time.ba] = deepcopy(cb.learn.model.state_dict())
+
+        learn = make_exact(Callback(before_batch=keep, run_valid=False, order=-100))
+        with learn.no_bar(), learn.distributed('ddp', batch_size='global'):
+            learn.fit(EPOCHS)
+        return states, learn.recorder.smooth_loss.raw
+
+    (states, losses), _ = run_ranks(job, 2)
+    with pytest.warns(UserWarning, match='of 2 processes'):
+        moment = make_exact(Callback()).rewind('13ba')
+    for name, value in moment.learn.model.state_dict().items():
+        assert torch.allclose(value, states[13][name], atol=1e-6, rtol=0)
+    assert moment.step() == pytest.approx(losses[13], rel=1e-5)
 
 
 # -- as promised -----------------------------------------------------------------------------------
@@ -141,7 +191,7 @@ def test_twenty_rows_of_fifty_thousand(tmp_path: Path) -> None:
             torch.manual_seed(seed)
             x = torch.randn(50_000, 16)
             y = x[:, :4].sum(1, keepdim=True) + 0.1 * torch.randn(50_000, 1)
-            y[bad] = 100.0  # a jump above the noise of the first steps
+            y[bad] = 20.0
             dls = DataLoaders.from_tensors((x, y), bs=64, shuffle=True)
             model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
             return Learner(dls, model, nn.MSELoss(), path=path, cbs=Checkpoint('200ba'))

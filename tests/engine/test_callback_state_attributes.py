@@ -169,6 +169,17 @@ def test_a_subclass_of_a_callback_with_a_state_keeps_what_it_adds() -> None:
     assert not options & state['__attributes__'].keys() and 'best' in state['__state__']
 
 
+def test_a_tensor_of_a_subclass_comes_back_as_a_plain_one() -> None:
+    class Category(torch.Tensor):
+        "As fastai's `TensorCategory`, which its MixUp keeps."
+
+    cb, new = Callback(), Callback()
+    cb.yb1 = (torch.tensor([1, 2]).as_subclass(Category),)
+    assert not lost_attributes(cb)
+    put_attributes(new, through_a_file(collect_attributes(cb)))
+    assert type(new.yb1[0]) is torch.Tensor and new.yb1[0].tolist() == [1, 2]
+
+
 def test_values_of_more_classes_come_back_as_they_were() -> None:
     class Mode(Enum):
         WARM, HOT = 1, 2

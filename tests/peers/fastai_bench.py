@@ -25,6 +25,7 @@ from tests.peers import fastai_data as data
 from tests.peers.fastai_cases import CASES, NOT_RUN, Case
 from tests.peers.fastai_guide import guide_rows
 from tests.peers.fastai_vision import SeedEpochs, vision_rows
+from tests.peers.rewound import rewind_row
 from tests.peers.rows import TOO_FAR, Row, compare_numbers, quiet_folder
 
 # isort: split
@@ -35,6 +36,14 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 
 TOLERANCE = 2e-6  # relative: a mean of float32 values is added up in another order
+REWOUND = (
+    'MixUp',
+    'CutMix',
+    'MixedPrecision',
+    'GradientAccumulation',
+    'ReduceLROnPlateau',
+    'EarlyStoppingCallback',
+)  # callbacks whose runs are rewound, too
 OPTIMIZERS = {fastai_learner.Learner: optimizer.SGD, learnkit.Learner: learnkit.SGD}
 
 
@@ -56,27 +65,25 @@ class Outcome:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def train(case: Case, library: type, folder: Path) -> Outcome:
-    "Train a case with one of the two Learners."
+def make_learner(case: Case, library: type, folder: Path, more: list[Any]) -> Any:
+    "Return one of the two Learners, with a case's callbacks and more."
     data.seed_generators(0)
     loaders = case.loaders(folder)
     model = case.model()
     options = {'loss_func': CrossEntropyLossFlat(), 'metrics': accuracy, **case.options(model)}
-    count = CountSteps()
-    cbs = [SeedEpochs(), count, *case.make()]
     opt_func = partial(OPTIMIZERS[library], mom=case.mom)
     if case.optimizer is not None:
         is_fastai = library is fastai_learner.Learner
         wrapped = partial(optimizer.OptimWrapper, opt=case.optimizer)
         opt_func = wrapped if is_fastai else case.optimizer
-    learn = library(
-        loaders,
-        model,
-        opt_func=opt_func,
-        cbs=cbs,
-        path=folder,
-        **options,
-    )
+    cbs = [*more, *case.make()]
+    return library(loaders, model, opt_func=opt_func, cbs=cbs, path=folder, **options)
+
+
+def train(case: Case, library: type, folder: Path) -> Outcome:
+    "Train a case with one of the two Learners."
+    count = CountSteps()
+    learn = make_learner(case, library, folder, [SeedEpochs(), count])
     if library is learnkit.Learner and hasattr(learn.recorder, 'train_loss'):
         learn.recorder.train_loss = 'smooth'  # as in fastai
     case.fit(learn)
@@ -152,6 +159,13 @@ def compare_case(case: Case) -> Row:
     return Row(case.name, True, expected.keys() == found.keys(), numbers, case.why, case.part)
 
 
+def rewind_case(case: Case) -> Row:
+    def make(more: list[Any]) -> Any:
+        return make_learner(case, learnkit.Learner, Path('.'), more)
+
+    return rewind_row(case.name, make, epochs=2)
+
+
 def rows(names: list[str] | None = None) -> list[Row]:
     "Return a row for each callback of fastai, and for what is done with a Learner."
     chosen = [case for case in CASES if not names or case.name in names]
@@ -162,6 +176,7 @@ def rows(names: list[str] | None = None) -> list[Row]:
         *found,
         *vision_rows(),
         *guide_rows(),
+        *map(rewind_case, (case for case in CASES if case.name in REWOUND)),
         *(Row(name, None, None, '', why) for name, why in NOT_RUN.items()),
     ]
 

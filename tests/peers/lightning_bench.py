@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from learnkit import Callback, Checkpoint
 from learnkit.interop import from_lightning
 from tests.peers import lightning_modules as lm
+from tests.peers.rewound import rewind_row
 from tests.peers.rows import TOO_FAR, Row, compare_numbers, quiet_folder
 
 EPOCHS = 3
@@ -222,6 +223,20 @@ CALLBACKS = [
     cb_case(MetricsHistory, "a user's"),
 ]
 
+# modules and callbacks whose runs are rewound, too
+REWOUND = (
+    'Classifier',
+    'ScheduledByStep(accumulate_grad_batches=2)',
+    'Gan',
+    'ManualClosure',
+    'Lbfgs',
+    'Hooked: all hooks in order',
+    'BoringModel on BoringDataModule',
+    'EarlyStopping',
+    'ModelCheckpoint',
+    "a user's",
+)
+
 DIFFERENCES = [
     Case(
         lm.Classifier,
@@ -405,4 +420,9 @@ def rows() -> list[Row]:
         whole.append(run_case(case, run_learner, theirs, case.part))
         if not (case.resumes or case in DIFFERENCES):
             resumed.append(run_case(case, run_killed, theirs, 'Killed and resumed'))
-    return [*whole, *run_steps(), *resumed]
+    rewound = [rewind_case(case) for case in [*MODULES, *CALLBACKS] if case.label in REWOUND]
+    return [*whole, *run_steps(), *resumed, *rewound]
+
+
+def rewind_case(case: Case) -> Row:
+    return rewind_row(case.label, lambda more: make_learner(case, more)[0], EPOCHS)
