@@ -25,7 +25,7 @@ from tests.peers import fastai_data as data
 from tests.peers.fastai_cases import CASES, NOT_RUN, Case
 from tests.peers.fastai_guide import guide_rows
 from tests.peers.fastai_vision import SeedEpochs, vision_rows
-from tests.peers.rewound import rewind_row
+from tests.peers.repeated import rewind_row
 from tests.peers.rows import TOO_FAR, Row, compare_numbers, quiet_folder
 
 # isort: split

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from learnkit import Callback, Checkpoint, DataLoaders, Learner, ParamScheduler
+from learnkit import DataLoaders, Learner, ParamScheduler
 from learnkit.interop import from_ksuit
 from tests.peers import ksuit_callbacks as ks
 from tests.peers.ksuit_trainer import Trainer
+from tests.peers.repeated import train_killed
 from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
 
 N_TRAIN, N_TEST, BATCH, EPOCHS = 24, 16, 8, 3
@@ -260,17 +261,8 @@ def run_learner(case: Case, folder: Path) -> Outcome:
 
 
 def run_killed(case: Case, folder: Path) -> Outcome:
-    "Train in a Learner that fails in the middle of an epoch, and resume in another one."
-
-    def fail(cb: Callback) -> None:
-        if cb.train_iter == 5:
-            raise InterruptedError
-
-    for more in ([Callback(before_batch=fail)], []):
-        learn = make_learner(case, folder).add_cbs([Checkpoint('4ba'), *more])
-        with learn.no_bar(), suppress(InterruptedError):
-            learn.fit(EPOCHS, resume=True)
-    return read_learner(case, learn)
+    "Train in a Learner that is killed in the middle of an epoch, and resume in another one."
+    return read_learner(case, train_killed(partial(make_learner, case, folder), EPOCHS))
 
 
 def read_learner(case: Case, learn: Learner) -> Outcome:

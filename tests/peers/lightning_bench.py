@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from learnkit import Callback, Checkpoint
 from learnkit.interop import from_lightning
 from tests.peers import lightning_modules as lm
-from tests.peers.rewound import rewind_row
+from tests.peers.repeated import rewind_row
 from tests.peers.rows import TOO_FAR, Row, compare_numbers, quiet_folder
 
 EPOCHS = 3

@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from learnkit import Callback, Checkpoint, DataLoaders, Learner, ParamScheduler
+from learnkit import DataLoaders, Learner, ParamScheduler
 from learnkit.interop import from_ksuit
 from learnkit.interop.ksuit_construct import find_config_class
 from tests.peers import noether_source
 from tests.peers.ksuit_bench import Outcome, compare, mse, mse_and_bias, read_files
+from tests.peers.repeated import train_killed
 from tests.peers.rows import TOO_FAR, Row
 
 # isort: split
@@ -338,17 +338,8 @@ def run_learner(case: Case, folder: Path) -> Outcome:
 
 
 def run_killed(case: Case, folder: Path) -> Outcome:
-    "Train in a Learner that fails in the middle of an epoch, and resume in another one."
-
-    def fail(cb: Callback) -> None:
-        if cb.train_iter == 5:
-            raise InterruptedError
-
-    for more in ([Callback(before_batch=fail)], []):
-        learn = make_learner(case, folder).add_cbs([Checkpoint('4ba'), *more])
-        with learn.no_bar(), suppress(InterruptedError):
-            learn.fit(EPOCHS, resume=True)
-    return read_learner(learn)
+    "Train in a Learner that is killed in the middle of an epoch, and resume in another one."
+    return read_learner(train_killed(partial(make_learner, case, folder), EPOCHS))
 
 
 def read_learner(learn: Learner) -> Outcome:

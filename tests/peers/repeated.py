@@ -1,17 +1,32 @@
-"""Rewind runs with callbacks and modules of other packages, and compare with the runs."""
+"""Runs with callbacks and modules of other packages that are killed and resumed, or rewound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from learnkit import Checkpoint, Learner
+from learnkit import Callback, Checkpoint, Learner
 from tests.helpers.rewinding import Record, describe
 from tests.peers.rows import EQUAL, TOO_FAR, Row, quiet_folder
 
 PART = 'Rewound'
+
+
+def train_killed(make: Callable[[], Learner], epochs: int) -> Learner:
+    "Train in a Learner that fails in the middle of an epoch, and resume in another one, which is returned."
+
+    def fail(cb: Callback) -> None:
+        if cb.train_iter == 5:
+            raise InterruptedError
+
+    for more in ([Callback(before_batch=fail)], []):
+        learn = make().add_cbs([Checkpoint('4ba'), *more])
+        with learn.no_bar(), suppress(InterruptedError):
+            learn.fit(epochs, resume=True)
+    return learn
 
 
 def rewind_row(
