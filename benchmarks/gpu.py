@@ -1,4 +1,6 @@
-"""Tables of everything that learnkit claims about GPUs, measured or checked in less than ten minutes on one device.
+"""Tables of everything that learnkit claims about GPUs, measured or checked on one device.
+
+By default the command ends within three minutes: what would begin after `--seconds` is not measured, and says so.
 
 waits       number of times that the host waits for the device in a step, with default callbacks, metrics and one cycle
 mlp         a step of a tiny perceptron compared with a hand-written loop; also compiled, and with other packages
@@ -9,10 +11,12 @@ save        delay of a step while 1 GB is saved
 checks      out of memory, the fp16 scaler, memory after a failed fit, exact resume, DDP and FSDP
 
     python -m benchmarks.gpu
+    python -m benchmarks.gpu --seconds 900                 # every row
     python -m benchmarks.gpu --device cpu --small          # the same code in a few seconds
     python -m benchmarks.gpu --sections waits,gpt
 
-Accelerate, fastai and Lightning are measured where they are installed (`python -m benchmarks.tasks --install`)."""
+Accelerate, fastai, Ignite and Lightning are measured where they are installed: see
+`python -m benchmarks.tasks --install`."""
 
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -47,6 +52,7 @@ __all__ = ['SECTIONS', 'Setting', 'main', 'measure']
 
 Batch = tuple[Tensor, Tensor]
 ABSENT = '-'  # for values that a CPU does not have
+NO_TIME = 'not measured: no time left'
 LR = 1e-3
 # dense bf16 FLOPs a second, by a part of the device's name
 PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40': 181e12, 'L4': 121e12}
@@ -59,11 +65,16 @@ class Setting:
     device: torch.device
     small: bool
     turns: int = 1  # how often each subject is measured, forwards and backwards
+    deadline_s: float = math.inf  # of `time.monotonic`, after which no measurement begins
 
     def wait(self) -> None:
         "Wait until the device has finished its work."
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline_s
 
     @property
     def on_gpu(self) -> bool:
@@ -329,34 +340,60 @@ def build_fastai(setting: Setting, case: Case, batches: TimedBatches) -> Callabl
     return FastaiLearner(dls, model, case.loss, opt_func=opt_func, lr=LR, cbs=cbs).fit
 
 
+def build_ignite(setting: Setting, case: Case, batches: TimedBatches) -> Callable[[int], object]:
+    from ignite.engine import Engine
+
+    model = case.model().to(setting.device)
+    opt = torch.optim.AdamW(model.parameters(), lr=LR)
+
+    def step(engine: Engine, batch: Batch) -> float:
+        model.train()
+        opt.zero_grad()
+        with torch.autocast(setting.device.type, torch.bfloat16, enabled=case.bf16):
+            loss = case.loss(model(batch[0]), batch[1])
+        loss.backward()
+        opt.step()
+        return loss.item()
+
+    trainer = Engine(step)
+
+    def fit(n_epoch: int) -> None:
+        trainer.state.max_epochs = None  # begin again
+        trainer.run(batches, max_epochs=n_epoch)
+
+    return fit
+
+
 # by name in the table: the library, and the function
 PEERS: dict[str, tuple[str, Subject]] = {
     'Accelerate': ('accelerate', build_accelerate),
     'Lightning': ('lightning', build_lightning),
     'fastai': ('fastai', build_fastai),
+    'Ignite': ('ignite', build_ignite),
 }
 
 
 def measure_steps(setting: Setting, case: Case) -> dict[str, tuple[float, float] | str]:
     "Return the seconds per step and the peak memory in MiB by subject, or the reason for their absence."
-    subjects: dict[str, Subject] = {
-        'by hand': build_loop,
-        'learnkit': build_learnkit,
-        'by hand, compiled': partial(build_loop, compiled=True),
-        'learnkit, compiled': partial(build_learnkit, compiled='model'),
-    }
-    if case.whole_step:
-        subjects['learnkit, whole step'] = partial(build_learnkit, compiled='step')
+    subjects: dict[str, Subject] = {'by hand': build_loop, 'learnkit': build_learnkit}
     found: dict[str, tuple[float, float] | str] = {}
     for name, (library, subject) in PEERS.items():
         if importlib.util.find_spec(library):
             subjects[name] = subject
         else:
             found[name] = 'not installed'
+    # last, because compiling takes longest
+    subjects['by hand, compiled'] = partial(build_loop, compiled=True)
+    subjects['learnkit, compiled'] = partial(build_learnkit, compiled='model')
+    if case.whole_step:
+        subjects['learnkit, whole step'] = partial(build_learnkit, compiled='step')
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(setting.turns):
         # forwards, then backwards: a device that warms up favors nobody
         for name in list(subjects)[:: -1 if turn % 2 else 1]:
+            if setting.is_over:
+                found.setdefault(name, NO_TIME)
+                continue
             try:
                 seconds, peak = time_subject(setting, case, subjects[name])
             except Exception as e:
@@ -373,7 +410,7 @@ def time_subject(setting: Setting, case: Case, subject: Subject) -> tuple[float,
     before = setting.allocated()
     batches = TimedBatches(setting, case)
     fit = subject(setting, case, batches)
-    fit(1 if not case.whole_step else 4)  # libraries are loaded, and the step is compiled
+    fit(1 if not case.whole_step else 2)  # libraries are loaded, and the step is compiled
     batches.seconds.clear()
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -427,7 +464,7 @@ def measure_mlp(setting: Setting) -> Table:
         F.cross_entropy,
         bf16=False,
         n_skipped=5 if setting.small else 100,
-        n_timed=20 if setting.small else 2000,
+        n_timed=20 if setting.small else 1000,
         compile_options=compile_options(setting),
         whole_step=True,
     )
@@ -768,7 +805,7 @@ def measure_checks(setting: Setting) -> Table:
     rows = []
     for name, check in CHECKS.items():
         try:
-            said = check(setting)
+            said = NO_TIME if setting.is_over else check(setting)
         except Exception as e:
             said = f'failed: {type(e).__name__}: {e}'.splitlines()[0]
             print(traceback.format_exc(), file=sys.stderr)
@@ -799,6 +836,9 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--device', default='cuda', help="'cuda' or 'cpu' (default cuda)")
+    parser.add_argument(
+        '--seconds', type=float, default=110, help='begin no measurement after that (default 110)'
+    )
     parser.add_argument('--small', action='store_true', help='small models and few steps')
     parser.add_argument('--turns', type=int, default=2, help='measurements of each (default 2)')
     parser.add_argument(
@@ -809,15 +849,22 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.device == 'cuda' and not torch.cuda.is_available():
-        parser.error('there is no GPU here: --device cpu --small runs the same code in small')
+        print(
+            'not measured: no accelerator (--device cpu --small runs the same code on the CPU, in small)'
+        )
+        return 0
     keep_deterministic()
     continue_in('tasks', 'benchmarks.gpu', argv)
     torch.set_num_threads(1)
-    setting = Setting(torch.device(args.device), args.small, args.turns)
+    deadline_s = time.monotonic() + args.seconds
+    setting = Setting(torch.device(args.device), args.small, args.turns, deadline_s)
     where = torch.cuda.get_device_name() if setting.on_gpu else 'the CPU'
     print(f'{where}, ' + ', '.join(f'{key} {value}' for key, value in machine().items()))
     failed = False
     for name in args.sections:
+        if setting.is_over:
+            print(f'\n{name}: {NO_TIME}', flush=True)
+            continue
         table = measure(setting, name)
         print(f'\n{table}', flush=True)
         failed |= any('failed' in cell for row in table.rows for cell in row[1:])

@@ -8,6 +8,7 @@ from typing import Any
 from fastcore.basics import noop
 from typing_extensions import override
 
+from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.nan_diagnosis import (
     all_finite,
@@ -16,6 +17,7 @@ from learnkit.callbacks.nan_diagnosis import (
     find_bad_gradients,
     format_few,
 )
+from learnkit.callbacks.sam import SAM
 from learnkit.core.errors import (
     CancelBatchException,
     CancelFitException,
@@ -56,12 +58,12 @@ class GuardNonFinite(Callback):
     samples if the loader provides them; a parameter; otherwise the module that first returned such
     a value, found by a second forward pass; the parameters whose gradients are not finite.
 
-    Each loss is checked before its backward pass. Gradients are checked once a step, as the
-    optimizer would use them: of all microbatches and accumulated batches, unscaled, SAM's second
-    ones, before clipping. Gradients that overflow in fp16 are handled by the scaler, which skips
-    the step and lowers its scale. `grads=False` checks losses only. On the CPU a check takes
-    microseconds, and one pass over the gradients. On a GPU each check waits for the device: twice a
-    step, once with `grads=False`.
+    Gradients are checked once a step, as the optimizer would use them: of all microbatches and
+    accumulated batches, unscaled, SAM's second ones, before clipping. Gradients that overflow in
+    fp16 are handled by the scaler, which skips the step and lowers its scale. The loss is checked
+    together with the gradients, so the host waits for the device once a step. It is checked before
+    its backward pass, with a wait, if a step has several (accumulation, microbatches, SAM,
+    closures), in fp16, and with `grads=False`, which checks losses only.
 
     Checkpointed: `n_skipped`. Raises `OptionError` for an unknown policy.
 
@@ -95,10 +97,17 @@ class GuardNonFinite(Callback):
         self._has_warned = False  # whether a skipped batch of this fit was reported
         self._is_skipping = False  # whether the current batch or step is being skipped
         self._buffers: list[BufferCopy] = []  # buffers before this batch
+        self._waits_for_step = False  # whether the loss is checked together with the gradients
 
     def before_fit(self) -> None:
         "Report the first skipped batch of each fit."
+        learn = self.learn
         self._has_warned = False
+        # gradients of other batches must stay clean, and a scaler must not see such a loss
+        has_several = any(isinstance(cb, (GradientAccumulation, SAM)) for cb in learn.cbs)
+        is_scaled = any(isinstance(cb, MixedPrecision) and cb.scales for cb in learn.cbs)
+        is_plain = learn.seams.batch is None and learn.seams.step is None
+        self._waits_for_step = self.grads and is_plain and not (has_several or is_scaled)
 
     def before_batch(self) -> None:
         "Copy the buffers."
@@ -107,24 +116,34 @@ class GuardNonFinite(Callback):
     # -- checks ------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        "Check the loss."
+        "Check the loss, unless it is checked at the step."
         learn = self.learn
         if learn.parts.closure.repeating and learn.opt.needs_closure:
             return  # a line search tries steps that may be too long
         if learn.loss_grad.numel() != 1:
             return  # the loop raises an error
+        if not self._waits_for_step:
+            self._check_loss()
+
+    def before_step(self) -> None:
+        "Check the gradients, and the loss if it was not checked."
+        learn = self.learn
+        if not self.grads or learn.parts.closure.repeating:
+            return
+        values = [p.grad for p in learn.step_parameters if p.grad is not None]
+        if self._waits_for_step:
+            values += [learn.loss, learn.loss_grad]
+        if learn.world.any(not all_finite(values)):
+            if self._waits_for_step:
+                self._check_loss()
+            self._act('' if self._has_warned else self._explain_gradients(), CancelStepException)
+
+    def _check_loss(self) -> None:
+        learn = self.learn
         # `loss` is recorded, `loss_grad` is differentiated: both have to be finite
         is_bad = not (learn.loss.isfinite() & learn.loss_grad.isfinite()).item()
         if learn.world.any(is_bad):
             self._act('' if self._has_warned else self._explain_loss(is_bad), CancelBatchException)
-
-    def before_step(self) -> None:
-        "Check the gradients."
-        if not self.grads or self.learn.parts.closure.repeating:
-            return
-        is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
-        if self.learn.world.any(is_bad):
-            self._act('' if self._has_warned else self._explain_gradients(), CancelStepException)
 
     def after_cancel_step(self) -> None:
         self._undo_skipped()
@@ -162,8 +181,8 @@ class GuardNonFinite(Callback):
         self._has_warned = True
         self._is_skipping = True
         if skip is CancelBatchException:
-            if self.learn.parts.closure.repeating:
-                self.learn.opt.zero_grad()  # of the microbatches of SAM's second pass
+            if self._waits_for_step or self.learn.parts.closure.repeating:
+                self.learn.opt.zero_grad()  # of this batch, or of the microbatches of SAM's second pass
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip
 
