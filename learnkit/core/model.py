@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import apply_model
+from learnkit.core.errors import ModelError
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -68,6 +69,15 @@ def has_lazy_tensors(model: nn.Module) -> bool:
     return any(map(is_lazy, chain(model.parameters(), model.buffers())))
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Return True if parameters or buffers of a model are on the meta device, without values.
+
+    >>> is_on_meta(nn.Linear(1, 1, device='meta')), is_on_meta(nn.Linear(1, 1))
+    (True, False)
+    """
+    return any(t.is_meta for t in chain(model.parameters(), model.buffers()))
+
+
 def move_to_device(learn: Learner) -> None:
     "Move the model, and a loss function that is a module, to the device of `learn.dls`; do nothing without a device."
     device = getattr(learn.dls, 'device', None)
@@ -75,6 +85,11 @@ def move_to_device(learn: Learner) -> None:
         return
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
+            if is_on_meta(module):
+                raise ModelError(
+                    f'{type(module).__name__} is on the meta device, without values: train it within '
+                    "`learn.distributed('fsdp')`, or make it again and load its weights."
+                )
             module.to(device)
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.errors import DistributedError, ModelError
-from learnkit.core.model import bare_model
+from learnkit.core.model import bare_model, is_on_meta
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.comm import Comm
 from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.distributed.dtensor import is_dtensor
-from learnkit.distributed.initialize import is_on_meta
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

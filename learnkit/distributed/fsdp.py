@@ -14,12 +14,13 @@ from torch import nn
 from typing_extensions import override
 
 from learnkit.checkpoint.state import collect_state
+from learnkit.checkpoint.weights import collect_module_state
 from learnkit.core.errors import DistributedError, ModelError, OptionError
-from learnkit.core.model import has_weights, wrappers_of
+from learnkit.core.model import has_weights, is_on_meta, wrappers_of
 from learnkit.core.validation import check_count
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
-from learnkit.distributed.dtensor import close_hosts, mesh_of, open_hosts, reshard
-from learnkit.distributed.initialize import copy_on_meta, fill, is_on_meta
+from learnkit.distributed.dtensor import close_hosts, gather_full_state, open_hosts, reshard
+from learnkit.distributed.initialize import copy_on_meta, fill, take_back
 from learnkit.engine.callback import declared
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
 class Sharded(Parallelism):
     """Shard weights, gradients and optimizer states over ranks with `fully_shard`.
 
-    Between `enter` and `leave`, `learn.model` is a sharded copy of the user's model. `leave` restores the user's model.
-    A model that came with weights keeps them on the host, and gets the trained ones. A model that came on the meta
-    device stays there: no process ever holds the whole, see `learnkit.distributed.initialize`. Optimizers are moved to
-    the parameters of the current model, with their states. `wrap` selects the modules that are gathered one at a time;
+    Between `enter` and `leave`, `learn.model` is sharded, and the parameters of the user's model are empty: their
+    values move to the shards, one tensor at a time. `leave` restores the user's model: the ranks where it came with
+    weights get the trained ones, and a model that came on the meta device stays there. After an error the model is on
+    the meta device, because the shards of other ranks may be lost. Optimizers are moved to the parameters of the
+    current model, with their states. `wrap` selects the modules that are gathered one at a time;
     the rest of the model is one more unit. With `replicas=2` each half of the processes holds all shards, and gradients
     are averaged over the halves, too: less traffic between machines, for more memory.
 
@@ -64,7 +66,6 @@ class Sharded(Parallelism):
         self.weights = weights
         self.replicas = check_count('replicas', replicas)
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
-        self._device = torch.device('cpu')  # device of the user's model before `enter`
         self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
         self._handled: BaseException | None = None  # exception being handled during `enter`
 
@@ -72,33 +73,32 @@ class Sharded(Parallelism):
 
     @override
     def enter(self, learn: Learner) -> None:
-        "Replace the model by a sharded copy."
+        "Replace the model by a sharded one, which takes its values."
         check_can_be_sharded(learn)
+        check_can_train_sharded(learn)
         original = learn.model
-        self._device = next(original.parameters()).device
-        if not is_on_meta(original):
-            original.to('cpu')  # a device may not have memory for two models
         self._are_empty = learn.world.gather(is_on_meta(original))
         if self.weights is not None and not all(self._are_empty):
             raise OptionError(
                 'weights= is for a model on the meta device, `with torch.device("meta"): model = ...`. Load the '
                 'weights of another one by `learn.load`.'
             )
+        state = self._collect_rest(learn)
         sharded = copy_on_meta(original)
         self._shard(sharded, learn)
-        if any(self._are_empty):
-            fill(sharded, original, learn.world, self.weights)
+        fill(sharded, original, learn.world, self.weights)
         self.original = original
         self._handled = sys.exception()
-        self._replace(learn, sharded)
+        replace_model(learn, sharded, state)
 
-    def _replace(self, learn: Learner, model: nn.Module) -> None:
-        "Replace the Learner's model by one of the same tensors, and keep the training state."
-        if any(self._are_empty):
-            learn.model = model
-            learn.opt = None
-        else:
-            replace_model(learn, model)
+    def _collect_rest(self, learn: Learner) -> dict[str, Any] | None:
+        "Return the training state without the weights; None if there is none, or no rank could hold it."
+        if learn.opt is None or any(self._are_empty):
+            return None
+        state = collect_state(learn, '')
+        del state['model']
+        whole: dict[str, Any] = gather_full_state(state)
+        return whole
 
     def _shard(self, model: nn.Module, learn: Learner) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -126,30 +126,25 @@ class Sharded(Parallelism):
     def leave(self, learn: Learner) -> None:
         """Restore the user's model, with the trained weights.
 
-        If a rank has failed, the weights cannot be gathered, and the user's model has its weights from before
-        `enter`."""
+        If a rank has failed, the weights cannot be gathered, and the user's model is on the meta device."""
         try:
             self._restore_model(learn)
         finally:
             close_hosts()
 
     def _restore_model(self, learn: Learner) -> None:
-        if self.original is None:
+        original, self.original = self.original, None
+        if original is None:
             return
-        original = self.original
         reshard(learn.model)
-        if not self._has_failed(learn):
-            if not is_on_meta(original):
-                original.to(self._device)
-            self.share_buffers(learn)
-            self._replace(learn, original)
-            self.original = None
+        if self._has_failed(learn):
+            replace_model(learn, original.to('meta'), None)
+            learn.parts.callbacks.notify('on_weights_restored')
             return
-        self.original = None
-        learn.model = original
-        learn.parts.callbacks.notify('on_weights_restored')
-        if learn.opt is not None:
-            learn.create_opt()
+        state = self._collect_rest(learn)
+        self.share_buffers(learn)
+        take_back(original, learn.model)
+        replace_model(learn, original, state)
 
     def _has_failed(self, learn: Learner) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."
@@ -160,19 +155,9 @@ class Sharded(Parallelism):
 
     @override
     def prepare(self, learn: Learner) -> None:
-        "Raise `DistributedError` for microbatches of unknown number, and callbacks that need full weights."
+        "Check the options again, which may have changed within the context."
         reshard(learn.model)
-        if learn.microbatch in (1, 'auto'):
-            raise DistributedError(
-                f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
-                "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
-            )
-        unsupported = [cb for cb in learn.cbs if declared(cb, 'needs_whole_weights')]
-        if unsupported:
-            raise DistributedError(
-                f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
-                "part of them. Leave it out, or use strategy 'ddp'."
-            )
+        check_can_train_sharded(learn)
 
     @override
     def release(self, learn: Learner) -> None:
@@ -214,14 +199,31 @@ def check_can_be_sharded(learn: Learner) -> None:
         )
 
 
-def replace_model(learn: Learner, model: nn.Module) -> None:
-    "Replace the Learner's model by a model with the same parameter names, and keep the training state."
-    is_sharded = mesh_of(learn.model) is not None
-    # a model with weights is not copied: the state has its tensors
-    state = learn.checkpoint_state() if is_sharded else collect_state(learn, '')
+def check_can_train_sharded(learn: Learner) -> None:
+    "Raise `DistributedError` for microbatches of unknown number, and callbacks that need full weights."
+    if learn.microbatch in (1, 'auto'):
+        raise DistributedError(
+            f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
+            "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
+        )
+    unsupported = [cb for cb in learn.cbs if declared(cb, 'needs_whole_weights')]
+    if unsupported:
+        raise DistributedError(
+            f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
+            "part of them. Leave it out, or use strategy 'ddp'."
+        )
+
+
+def replace_model(
+    learn: Learner,
+    model: nn.Module,  # model with the same parameter names
+    state: dict[str, Any] | None,  # training state without the weights, or None
+) -> None:
+    "Replace the Learner's model, and load the training state."
     learn.model = model
     learn.opt = None  # made for the new parameters
-    learn.load_checkpoint_state(state)
+    if state is not None:
+        learn.load_checkpoint_state({**state, 'model': collect_module_state(model)})
 
 
 def broadcast_buffers(model: nn.Module, _: Any) -> None:

@@ -17,18 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnkit.core.errors import ModelError, WeightsError
+from learnkit.core.model import is_on_meta
 from learnkit.core.random import preserved_rng
 from learnkit.distributed.comm import Comm
-from learnkit.distributed.dtensor import is_dtensor, local_shard, shard_rows, take_shard
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Return True if parameters or buffers of a model are on the meta device, without values.
-
-    >>> is_on_meta(nn.Linear(1, 1, device='meta')), is_on_meta(nn.Linear(1, 1))
-    (True, False)
-    """
-    return any(t.is_meta for t in chain(model.parameters(), model.buffers()))
+from learnkit.distributed.dtensor import (
+    full_tensor,
+    is_dtensor,
+    local_shard,
+    shard_rows,
+    take_shard,
+)
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
@@ -52,20 +50,31 @@ def fill(
     world: Comm,
     weights: str | Path | None,  # safetensors file, or folder of them; None: see below
 ) -> None:
-    """Give a sharded model its values.
+    """Give a sharded model its values, and empty the parameters of `model`, one at a time.
 
-    They are read from files if `weights` names them, else broadcast from the first rank's model if that has values.
-    If none has, each layer is initialized by its `reset_parameters` or `init_weights`, with the first rank's generator.
+    The values are read from files if `weights` names them. Else they are each rank's own, or the first rank's if other
+    ranks have none. If the first rank has none, each layer is initialized by its `reset_parameters` or `init_weights`,
+    with the first rank's generator.
 
     Raises `ModelError` for a layer that cannot be initialized, and `WeightsError` for tensors that no file has."""
     targets = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
     if weights is not None:
         return _read(targets, Path(weights))
-    has_values = not world.broadcast(is_on_meta(model))
-    sources = _broadcast(model, world) if has_values else _initialize(model, world)
+    are_empty = world.gather(is_on_meta(model))
+    sources = _initialize(model, world) if are_empty[0] else _move(model, world, any(are_empty))
     for name, value in sources:
         if name in targets:  # a tied parameter has one name
             put(targets[name], value)
+
+
+@torch.no_grad()
+def take_back(model: nn.Module, sharded: nn.Module) -> None:
+    "Gather the values of a sharded model in `model`, one at a time, on the ranks where it is not on the meta device."
+    shards = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
+    for name, t in chain(model.named_parameters(), model.named_buffers()):
+        value = full_tensor(shards[name])
+        if not t.is_meta:
+            t.data = value.to(t.device)
 
 
 def put(target: Tensor, value: Tensor) -> None:
@@ -73,16 +82,22 @@ def put(target: Tensor, value: Tensor) -> None:
     local_shard(target).copy_(take_shard(value, target) if is_dtensor(target) else value)
 
 
-def _broadcast(model: nn.Module, world: Comm) -> Iterator[tuple[str, Tensor]]:
-    "Yield the tensors of the first rank's model, one at a time."
+def _move(
+    model: nn.Module,
+    world: Comm,
+    is_sent: bool,  # whether the first rank sends its values to the others
+) -> Iterator[tuple[str, Tensor]]:
+    "Yield the tensors of a model, or of the first rank's, and empty each parameter after it was taken."
     for name, t in chain(model.named_parameters(), model.named_buffers()):
-        value = (
-            t.detach().to(world.device)
-            if world.is_first
-            else torch.empty_like(t, device=world.device)
-        )
-        dist.broadcast(value, 0)
+        value = t.detach()
+        if is_sent:
+            is_own = world.is_first
+            value = value.to(world.device) if is_own else torch.empty_like(t, device=world.device)
+            dist.broadcast(value, 0)
         yield name, value
+        if isinstance(t, nn.Parameter) and not t.is_meta:
+            t.data = t.new_empty(0)
+            t.grad = None
 
 
 def _initialize(model: nn.Module, world: Comm) -> Iterator[tuple[str, Tensor]]:
