@@ -86,6 +86,7 @@ def run_raw(note: Callable[[], None], batches: Batches) -> None:
         F.mse_loss(model(x), y).backward()
         opt.step()
         opt.zero_grad()
+    note()
 
 
 def run_learner(note: Callable[[], None], batches: Batches, device: str) -> None:
@@ -99,6 +100,7 @@ def run_learner(note: Callable[[], None], batches: Batches, device: str) -> None
     with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', sharded_already=True):
         note()
         learn.fit(1)
+        note()
 
 
 SUBJECTS: dict[str, Callable[[Callable[[], None], Batches], None]] = {
@@ -109,7 +111,7 @@ SUBJECTS: dict[str, Callable[[Callable[[], None], Batches], None]] = {
 
 
 def measure(rank: int, subject: str) -> tuple[float, float, float]:
-    "Return MB over the process before, when the model is sharded and at the end, and the seconds of a step."
+    "Return MB over the process before, when the model is sharded and when it has trained, and the seconds of a step."
     import torch.distributed.fsdp
 
     import learnkit.distributed.fsdp  # noqa: F401
@@ -121,9 +123,9 @@ def measure(rank: int, subject: str) -> tuple[float, float, float]:
         first.fit(1)
     batches = Batches()
     before = peak_mb()
-    entered: list[float] = []
-    SUBJECTS[subject](lambda: entered.append(peak_mb() - before), batches)
-    return entered[0], peak_mb() - before, batches.step_s()
+    peaks: list[float] = []
+    SUBJECTS[subject](lambda: peaks.append(peak_mb() - before), batches)
+    return peaks[0], peaks[1], batches.step_s()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -135,16 +137,16 @@ def main(argv: list[str] | None = None) -> int:
         for name in SUBJECTS:
             ranks = in_a_team(2, measure, name)
             found[name].append(tuple(max(values) for values in zip(*ranks, strict=True)))
-    print('\n| | MB when sharded | MB at the end | over raw | ms a step | over raw |')
+    print('\n| | MB when sharded | MB in training | over raw | ms a step | over raw |')
     print('|---|--:|--:|--:|--:|--:|')
     for name, rounds in found.items():
-        entered, end, step = (median(values) for values in zip(*rounds, strict=True))
+        entered, peak, step = (median(values) for values in zip(*rounds, strict=True))
         ratios = [
             median(mine[i] / raw[i] for mine, raw in zip(rounds, found['raw'], strict=True))
             for i in (1, 2)
         ]
         print(
-            f'| {name} | {entered:.0f} | {end:.0f} | {ratios[0]:.2f} | {step * 1e3:.0f} | {ratios[1]:.2f} |'
+            f'| {name} | {entered:.0f} | {peak:.0f} | {ratios[0]:.2f} | {step * 1e3:.0f} | {ratios[1]:.2f} |'
         )
     return 0
 

@@ -26,7 +26,7 @@ from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
 from learnkit.distributed.comm import Comm
-from learnkit.distributed.dtensor import full_tensor, is_dtensor
+from learnkit.distributed.dtensor import full_tensor, is_dtensor, list_shardings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +45,7 @@ def find_parts_folder(path: Path) -> Path:
 def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     """Return a nested state with None for each sharded tensor, the positions of the sharded tensors, and the tensors.
 
-    DTensors that are not sharded along their first dimension stay in the state, as full tensors.
+    DTensors of which all ranks have the whole stay in the state, as full tensors.
 
     >>> take_parts({'a': [torch.ones(1), 2]})
     ({'a': [tensor([1.]), 2]}, [], {})
@@ -165,9 +165,8 @@ class Writers:
 
 
 def is_sharded(t: Any) -> bool:
-    "Return True if a DTensor is sharded along its first dimension, as `fully_shard` does it."
-    *outer, inner = t.placements
-    return bool(inner.is_shard(0)) and all(placement.is_replicate() for placement in outer)
+    "Return True if ranks have different parts of a DTensor."
+    return bool(list_shardings(t))
 
 
 # -- reading ---------------------------------------------------------------------------------------

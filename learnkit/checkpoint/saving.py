@@ -34,7 +34,7 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import as_local_path, atomic_write, check_file
-from learnkit.core.model import bare_model, has_weights, preserved_modes
+from learnkit.core.model import bare_model, check_has_values, has_weights, preserved_modes
 from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
@@ -62,6 +62,7 @@ def save(
 
 def _write_weights(learn: Learner, path: Path, with_opt: bool | None) -> Path:
     "Write the current weights, and return the path."
+    check_has_values(learn.model)
     if path.suffix == SAFETENSORS:
         if with_opt:
             raise OptionError(

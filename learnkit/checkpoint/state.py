@@ -53,11 +53,10 @@ from learnkit.data.position import count_in_batches, describe_drawn, warn_of_mis
 from learnkit.data.shard import Shard
 from learnkit.distributed.dtensor import (
     distribute_like,
+    find_reading_mesh,
     gather_full_state,
-    host_mesh,
     is_dtensor,
     local_shard,
-    mesh_of,
     on_host,
 )
 from learnkit.engine.callback import declared
@@ -201,8 +200,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
                 declared(cb, 'start_over', noop)()
             return None
         path, state, info = found
-        mesh = mesh_of(bare_model(learn.model))
-        state = load_parts(state, path, None if mesh is None else host_mesh(mesh))
+        state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))
         state = check_state(state, path)
         r = ResumeState(state, restore_state, path, info)
     if not r.loop['place']:

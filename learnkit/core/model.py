@@ -78,6 +78,15 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in chain(model.parameters(), model.buffers()))
 
 
+def check_has_values(model: nn.Module) -> None:
+    "Raise `ModelError` for a model on the meta device."
+    if is_on_meta(model):
+        raise ModelError(
+            f'{type(model).__name__} is on the meta device, without values: train it within '
+            "`learn.distributed('fsdp')`, or make it again and load its weights."
+        )
+
+
 def move_to_device(learn: Learner) -> None:
     "Move the model, and a loss function that is a module, to the device of `learn.dls`; do nothing without a device."
     device = getattr(learn.dls, 'device', None)
@@ -85,11 +94,7 @@ def move_to_device(learn: Learner) -> None:
         return
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
-            if is_on_meta(module):
-                raise ModelError(
-                    f'{type(module).__name__} is on the meta device, without values: train it within '
-                    "`learn.distributed('fsdp')`, or make it again and load its weights."
-                )
+            check_has_values(module)
             module.to(device)
 
 

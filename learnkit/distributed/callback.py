@@ -15,9 +15,10 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from typing_extensions import override
 
+from learnkit.callbacks.activation_checkpointing import ActivationCheckpointing
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
-from learnkit.core.random import draw_seed, preserved_rng, seed_all
+from learnkit.core.random import capture_rng, draw_seed, preserved_rng, restore_rng, seed_all
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
@@ -95,6 +96,7 @@ class DistributedTraining(Callback):
         agree_every: int | None = None,  # batches between agreements; None: by size of the model
         timeout: str | int | Time = '10m',  # timeout of the process group
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
+        checkpoint_activations: Any = None,  # modules of `ActivationCheckpointing`; None: keep all
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
         if strategy not in STRATEGIES:
@@ -114,6 +116,8 @@ class DistributedTraining(Callback):
         self.agree_every = agree_every
         self.parallelism = make_parallelism(strategy, options)
         self._mean = GradientMean()
+        modules = checkpoint_activations
+        self._helpers = [] if modules is None else [ActivationCheckpointing(modules)]
         self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
@@ -135,6 +139,7 @@ class DistributedTraining(Callback):
             raise DistributedError(
                 'This Learner trains in several processes already: leave out this context, or the callback.'
             )
+        learn.add_cbs(self._helpers)
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1:
             return world.leave()
@@ -145,6 +150,8 @@ class DistributedTraining(Callback):
         try:
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
+            self.parallelism.check_size(world.size)
+            world.copies = self.parallelism.tensor
             check_alike(learn, world, self._collect_shared_options())
             self._share_loaders()
             self._dls = learn.dls
@@ -180,8 +187,8 @@ class DistributedTraining(Callback):
         else:
             learn.dls = shard_loaders(
                 learn.dls,
-                world.rank,
-                world.size,
+                world.data_rank,
+                world.data_size,
                 batch_size=self.batch_size,
                 count=batch_counter(learn),
             )
@@ -189,16 +196,20 @@ class DistributedTraining(Callback):
             learn.dls.device = world.device
 
     def _seed(self) -> None:
-        "Seed the random generators differently on each rank; rank 0 keeps its state."
+        "Seed the random generators differently for each shard of the data; rank 0 keeps its state."
         world = self.learn.world
         with preserved_rng():
             seed = world.broadcast(draw_seed())
-        if not world.is_first:
-            seed_all((seed + 0x9E3779B97F4A7C15 * world.rank) % 2**63)
+        first = world.broadcast(capture_rng(devices=False))
+        if world.data_rank:
+            seed_all((seed + 0x9E3779B97F4A7C15 * world.data_rank) % 2**63)
+        elif not world.is_first:
+            restore_rng(first)
 
     def on_removed(self) -> None:
         learn = self.learn
         world = self.learn.world
+        learn.remove_cbs(self._helpers)
         saved = self._saved_attributes
         self._saved_attributes = {}
         if not saved:
@@ -294,7 +305,7 @@ class DistributedTraining(Callback):
         "Return the share of a batch of a loader that was not sharded here; torch's sampler shards evenly."
         n = sample_count(self.learn)
         is_even = not self.sharded_already
-        total = n * self.world.size if is_even else int(self.world.sum(torch.tensor(n)))
+        total = n * self.world.data_size if is_even else self._sum_over_shards(n)
         return (n, total) if total else None
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
@@ -340,7 +351,11 @@ class DistributedTraining(Callback):
         if learn.token_func or (learn.xb and isinstance(learn.xb[0], Mapping)):
             n = token_count(learn)
             own = n if self.has_local_samples else 0
-            learn.parts.counters.tokens += int(learn.world.sum(torch.tensor(own))) - n
+            learn.parts.counters.tokens += self._sum_over_shards(own) - n
+
+    def _sum_over_shards(self, n: int) -> int:
+        "Return the sum of a number over the shards of the data."
+        return int(self.world.sum(torch.tensor(n))) // self.world.copies
 
     def sum_weights(self) -> tuple[Tensor, Callable[[], Tensor]]:
         "Return this batch's weight, and f() -> the sum over ranks, which starts with the first call."
@@ -354,7 +369,7 @@ class DistributedTraining(Callback):
                 else 0
             )
             own = torch.as_tensor(weight, dtype=torch.float64, device=learn.parts.batch_device)
-            self.batch.weights = own, learn.world.start_sum(own)
+            self.batch.weights = own, learn.world.start_sum(own / learn.world.copies)
         return self.batch.weights
 
     def batch_checkpoint(self) -> None:

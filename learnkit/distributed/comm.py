@@ -55,6 +55,8 @@ class Comm:
     # True if `join_ranks` created the default group, so that `leave` destroys it
     is_ours: bool = False
     is_broken: bool = False  # True after a run has failed, when ranks may be at different steps
+    # consecutive ranks that train together on the same samples: those of a group of tensor parallelism
+    copies: int = 1
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _maxima: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _pending: tuple[Any, Tensor] | None = None  # exchange in flight
@@ -63,6 +65,21 @@ class Comm:
     def is_first(self) -> bool:
         "True on rank 0, which writes files, shows progress and makes decisions."
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        "Number of this rank's shard of the data."
+        return self.rank // self.copies
+
+    @property
+    def data_size(self) -> int:
+        "Number of shards of the data."
+        return self.size // self.copies
+
+    @property
+    def has_copied_data(self) -> bool:
+        "True on a rank whose samples another rank has, too, which reports them."
+        return self.rank % self.copies > 0
 
     @property
     def device(self) -> torch.device:

@@ -33,6 +33,11 @@ class Parallelism:
     has its name, and `make_parallelism` creates it.
     """
 
+    tensor = 1  # ranks that train on the same samples, each with a part of every parallel layer
+
+    def check_size(self, size: int) -> None:
+        "Raise `OptionError` for a number of processes that the options do not fit."
+
     def enter(self, learn: Learner) -> None:
         "Change the Learner's model when the callback is added."
 

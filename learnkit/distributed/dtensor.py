@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+TENSOR = 'tensor'  # name of the mesh's dimension over which layers are parallel
 _host_meshes: dict[DeviceMesh, DeviceMesh] = {}  # mesh of hosts of a mesh of accelerators
 
 
@@ -91,12 +93,13 @@ def distribute_like(
 ) -> Any:
     """Shard or gather a value like the tensor `own`, as a copy on the device of `own`.
 
-    All ranks must call it if `own` is a full tensor and the value is sharded, because the value is gathered."""
+    All ranks must call it if the value is sharded in another way, because it is gathered."""
     if not isinstance(value, Tensor) or value.shape != own.shape:
         return value
     if not is_dtensor(own):
         return full_tensor(value).to(own.device) if is_dtensor(value) else value
-    shard = local_shard(value) if is_dtensor(value) else take_shard(value, own)
+    is_alike = getattr(value, 'placements', None) == own.placements
+    shard = local_shard(value) if is_alike else take_shard(full_tensor(value), own)
     return make_dtensor(shard.detach().to(local_shard(own).device, copy=True), own)
 
 
@@ -108,14 +111,31 @@ def take_shard(t: Tensor, template: Any) -> Tensor:
 def shard_rows(t: Any) -> tuple[slice, ...]:
     "Return the slices of a full tensor that are this rank's shard of a DTensor; of any other tensor, all of it."
     rows = [slice(0, n) for n in t.shape]
-    if is_dtensor(t):
-        for i, placement in enumerate(t.placements):
-            if placement.is_shard():
-                n = t.shape[placement.dim]
-                per_rank = -(-n // t.device_mesh.size(i))
-                start = min(n, t.device_mesh.get_local_rank(i) * per_rank)
-                rows[placement.dim] = slice(start, min(n, start + per_rank))
+    for i in list_shardings(t):
+        dim = t.placements[i].dim
+        start, stop = rows[dim].start, rows[dim].stop
+        per_rank = -(-(stop - start) // t.device_mesh.size(i))
+        start = min(stop, start + t.device_mesh.get_local_rank(i) * per_rank)
+        rows[dim] = slice(start, min(stop, start + per_rank))
     return tuple(rows)
+
+
+def list_shardings(t: Any) -> list[int]:
+    """Return the dimensions of the mesh that a DTensor is sharded over, in the order in which they cut it.
+
+    `fully_shard` cuts the parts of a parallel layer once more, along the first dimension of the mesh, which
+    has a `split_factor`."""
+    placements = t.placements if is_dtensor(t) else ()
+    sharded = [i for i, placement in enumerate(placements) if hasattr(placement, 'dim')]
+    return sorted(sharded, key=lambda i: hasattr(placements[i], 'split_factor'))
+
+
+def count_copies(t: Any) -> int:
+    "Return the number of ranks that have the same shard of a DTensor; 0 for any other tensor."
+    if not is_dtensor(t):
+        return 0
+    n_shards = prod(t.device_mesh.size(i) for i in list_shardings(t))
+    return torch.distributed.get_world_size() // n_shards
 
 
 def make_dtensor(
@@ -163,7 +183,10 @@ def open_hosts(
     if mesh.ndim == 1:
         _host_meshes[mesh] = DeviceMesh.from_group(group, 'cpu')
     elif mesh.device_type != 'cpu':
-        _host_meshes[mesh] = init_device_mesh('cpu', tuple(mesh.shape))
+        names = mesh.mesh_dim_names or ()
+        hosts = init_device_mesh('cpu', tuple(mesh.shape), mesh_dim_names=names)
+        _host_meshes[mesh] = hosts
+        _host_meshes.update({mesh[name]: hosts[name] for name in names})
 
 
 def close_hosts() -> None:
@@ -176,33 +199,39 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]
 
 
+def find_reading_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of hosts whose ranks read their rows of a checkpoint's tensors.
+
+    Returns None where ranks read whole tensors: for an unsharded model, and with layers that are parallel."""
+    meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p)]  # type: ignore[attr-defined]
+    if not meshes or any(TENSOR in mesh.mesh_dim_names for mesh in meshes):
+        return None
+    return host_mesh(meshes[0])
+
+
 # -- norms -----------------------------------------------------------------------------------------
 
 
-def unpack_shards(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
-    "Return this rank's shards, True for each sharded tensor, and the process group, or None if nothing is sharded."
+def unpack_shards(tensors: Iterable[Any]) -> tuple[list[Any], list[int]]:
+    "Return this rank's shards, and the number of ranks that have each, 0 for a tensor that is not sharded."
     tensors = list(tensors)
-    are_parts = [is_dtensor(t) for t in tensors]
-    # replicas of shards have equal parts
-    groups = (t.device_mesh.get_group(t.device_mesh.ndim - 1) for t in tensors if is_dtensor(t))
-    return local_shards(tensors), are_parts, next(groups, None)
+    return local_shards(tensors), list(map(count_copies, tensors))
 
 
 def sum_of_parts(
     numbers: Tensor,  # one number per tensor, computed from this rank's shard
-    are_parts: list[bool],  # True for each sharded tensor
-    group: Any,  # process group, as `unpack_shards` returns it
+    n_copies: list[int],  # ranks that have the same shard, as `unpack_shards` returns them
     largest: bool = False,  # reduce by the maximum instead of the sum
 ) -> Tensor:
     "Reduce numbers of sharded tensors over ranks. All ranks must call it."
-    if group is None:
+    if not any(n_copies):
         return numbers
     import torch.distributed as dist
 
-    is_sharded = torch.tensor(are_parts, device=numbers.device)
-    total = numbers.clone()
-    dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    return torch.where(is_sharded, total, numbers)
+    copies = torch.tensor(n_copies, device=numbers.device)
+    total = numbers.clone() if largest else numbers / copies.clamp(min=1)
+    dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return torch.where(copies > 0, total, numbers)
 
 
 @torch.no_grad()
@@ -215,13 +244,13 @@ def total_norm(
     >>> total_norm([torch.tensor([3.]), torch.tensor([4.])])
     tensor(5.)
     """
-    shards, are_parts, group = unpack_shards(tensors)
-    if group is None:
+    shards, n_copies = unpack_shards(tensors)
+    if not any(n_copies):
         return nn.utils.get_total_norm(shards, norm_type)
     norms = torch.stack([_compute_norm(t, norm_type).to(shards[0].device) for t in shards])
     if norm_type == float('inf'):
-        return sum_of_parts(norms, are_parts, group, largest=True).max()
-    powers = sum_of_parts(norms.double() ** norm_type, are_parts, group)
+        return sum_of_parts(norms, n_copies, largest=True).max()
+    powers = sum_of_parts(norms.double() ** norm_type, n_copies)
     total = powers.sum() ** (1 / norm_type)
     return total.to(norms.dtype)
 

@@ -19,7 +19,13 @@ from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.core.model import has_weights, is_on_meta, wrappers_of
 from learnkit.core.validation import check_count
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
-from learnkit.distributed.dtensor import close_hosts, gather_full_state, open_hosts, reshard
+from learnkit.distributed.dtensor import (
+    TENSOR,
+    close_hosts,
+    gather_full_state,
+    open_hosts,
+    reshard,
+)
 from learnkit.distributed.initialize import copy_on_meta, fill, take_back
 from learnkit.engine.callback import declared
 
@@ -40,6 +46,10 @@ class Sharded(Parallelism):
     the rest of the model is one more unit. With `replicas=2` each half of the processes holds all shards, and gradients
     are averaged over the halves, too: less traffic between machines, for more memory.
 
+    With `tensor=2` two processes train on the same samples, each with a part of the layers that `parallelize` makes
+    parallel by torch's `parallelize_module`; shards and samples are divided among such pairs. What a parallel layer
+    returns must be equal on both. `learn.world.data_rank` and `data_size` number the pairs.
+
     Gradients are reduced after every backward pass, also of microbatches and accumulated batches, so that no full
     gradient is kept.
 
@@ -57,6 +67,9 @@ class Sharded(Parallelism):
         offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
         weights: str | Path | None = None,  # safetensors file(s) of a model on the meta device
         replicas: int = 1,  # groups of processes that each hold all shards (HSDP)
+        tensor: int = 1,  # processes that share the layers that `parallelize` makes parallel
+        parallelize: Callable[[nn.Module, Any], Any]
+        | None = None,  # f(model, mesh of `tensor` processes), which calls `parallelize_module`
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -65,11 +78,26 @@ class Sharded(Parallelism):
         self.wrap = wrap
         self.weights = weights
         self.replicas = check_count('replicas', replicas)
+        self.tensor = check_count('tensor', tensor)
+        self.parallelize = parallelize
+        if (tensor > 1) != (parallelize is not None) or (tensor > 1 and replicas > 1):
+            raise OptionError(
+                f'tensor={tensor}, replicas={replicas}: give `tensor=2` or more together with `parallelize=`, and '
+                'without `replicas=`.'
+            )
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
         self._handled: BaseException | None = None  # exception being handled during `enter`
 
     # -- sharding and gathering the model ----------------------------------------------------------
+
+    @override
+    def check_size(self, size: int) -> None:
+        "Raise `OptionError` for a number of processes that `replicas` and `tensor` do not divide."
+        if size % (self.replicas * self.tensor):
+            raise OptionError(
+                f'replicas={self.replicas}, tensor={self.tensor}: {size} processes are not divided by it.'
+            )
 
     @override
     def enter(self, learn: Learner) -> None:
@@ -105,15 +133,14 @@ class Sharded(Parallelism):
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         device = torch.device(getattr(learn.dls, 'device', None) or learn.world.device)
-        per_replica, rest = divmod(learn.world.size, self.replicas)
-        if rest or not per_replica:
-            raise OptionError(
-                f'replicas={self.replicas}: {learn.world.size} processes are not divided by it.'
-            )
-        shape = (per_replica,) if self.replicas == 1 else (self.replicas, per_replica)
-        names = ('replica', 'shard')[-len(shape) :]
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        n_shards = learn.world.size // (self.replicas * self.tensor)
+        sizes = {'replica': self.replicas, 'shard': n_shards, TENSOR: self.tensor}
+        sizes = {name: n for name, n in sizes.items() if name == 'shard' or n > 1}
+        mesh = init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         open_hosts(mesh, learn.world.control)
+        if self.parallelize is not None:
+            self.parallelize(model, mesh[TENSOR])
+            mesh = mesh['shard']
         inner, outer = self.policies
         for m in [*find_units(model, self.wrap), model]:
             policy = outer if m is model else inner

@@ -94,7 +94,7 @@ class SeveralProcesses(SingleProcess):
         """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
 
         Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""
-        size = learn.world.size
+        size = learn.world.data_size
         share = self.team.batch.share
         if learn.parts.loss_weights.is_sum(learn):
             return size if self.own_samples(learn) else 0
@@ -111,7 +111,7 @@ class SeveralProcesses(SingleProcess):
         share = self.team.batch.share
         if share is None or learn.microbatch in (1, 'auto'):
             return microbatches
-        n = -(-share[1] // (learn.world.size * size))
+        n = -(-share[1] // (learn.world.data_size * size))
         if len(microbatches) == n:
             return microbatches
         bs = find_bs(xb, yb, learn.size_func)
@@ -177,7 +177,7 @@ class SeveralProcesses(SingleProcess):
         rank_states = resume.state.get('processes', [{}])
         if len(rank_states) != world.size:
             resume = super().take_own_state(learn, resume)
-            if not world.is_first:
+            if world.data_rank:
                 # ranks must not draw the same random numbers
                 resume.state = {**resume.state, 'rng': capture_rng()}
             return resume

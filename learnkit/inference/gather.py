@@ -169,7 +169,9 @@ class GatherPredsCallback(BatchCollector):
         if self.gathers_targs:
             self.targets.append(targs)
         # batches go to the ranks in turn
-        number = str(self.learn.iter * self._world.size + self._world.rank)
+        if self._world.has_copied_data:
+            return
+        number = str(self.learn.iter * self._world.data_size + self._world.data_rank)
         if self.save_preds is not None:
             save_plain(preds, self.save_preds / number)
         if self.save_targs is not None and targs:
@@ -249,7 +251,9 @@ def shard_loader(learn: Learner, dl: Any) -> tuple[Any, Comm]:
 
     source = dl.source if isinstance(dl, Shard) else dl
     batch_size = team.batch_size if team else 'process'
-    rank_dl = shard(source, world.rank, world.size, batch_size, count=batch_counter(learn))
+    rank_dl = shard(
+        source, world.data_rank, world.data_size, batch_size, count=batch_counter(learn)
+    )
     return rank_dl, _get_sharing_ranks(world, rank_dl)
 
 

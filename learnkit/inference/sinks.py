@@ -81,10 +81,12 @@ def open_sink(
             yield partial(_add_preds, names, add)
     else:
         with _open_folder(Path(sink), world) as part:
-            yield lambda *entries: save_plain(
-                dict(zip(names, entries, strict=True)),
-                part / f'{number() * world.size + world.rank:06}.pt',
-            )
+
+            def write(*entries: Any) -> None:
+                file = part / f'{number() * world.data_size + world.data_rank:06}.pt'
+                save_plain(dict(zip(names, entries, strict=True)), file)
+
+            yield noop if world.has_copied_data else write
 
 
 @contextmanager

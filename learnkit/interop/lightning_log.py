@@ -148,7 +148,7 @@ class LoggedValues:
         total, weight, reduce = entry['total'], entry['weight'], entry['reduce']
         world = self.run.learn.world
         if world.size > 1:
-            parts = world.gather((total, weight))
+            parts = world.gather((total, weight))[:: world.copies]
             totals = torch.stack([t.to(total.device) for t, _ in parts])
             total = totals.sum() if reduce == 'mean' else getattr(totals, reduce)()
             weight = sum(w for _, w in parts)

@@ -120,18 +120,19 @@ def gather_on_host(
     value: Any,  # nested value, whose tensors are copied to the host
     what: str,  # name of the value in errors
 ) -> list[Any]:
-    """Return the values of all ranks in rank order.
+    """Return the values of all ranks in rank order, one for each shard of the data.
 
     Raises `BatchError` for a value that cannot be pickled."""
     if world.size == 1:
         return [value]
     try:
-        return world.gather(map_tensors(value, lambda t: t.detach().cpu()), what)
+        gathered = world.gather(map_tensors(value, lambda t: t.detach().cpu()), what)
     except (PicklingError, AttributeError, TypeError) as e:  # pickle raises each of these
         raise BatchError(
             f'The {what} cannot be sent to the other processes: {e}. Give tensors, arrays, numbers and '
             'strings in dicts, lists and tuples, or classes that an import finds by their name.'
         ) from e
+    return gathered[:: world.copies]
 
 
 def interleave(lists: Iterable[list[T]]) -> list[T]:

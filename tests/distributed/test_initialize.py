@@ -131,3 +131,12 @@ def test_a_copy_on_meta_has_the_structure_and_no_memory() -> None:
     assert all(t.is_meta for t in copy.parameters()) and not is_on_meta(model)
     assert copy.head.weight is copy.stem.bias and type(copy) is Net
     assert [n for n, _ in copy.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_a_model_without_values_is_neither_trained_nor_saved_alone(tmp_path: Path) -> None:
+    learn = make(path=tmp_path)
+    with pytest.raises(ModelError, match='Net is on the meta device'):
+        learn.fit(1)
+    with pytest.raises(ModelError, match='Net is on the meta device'):
+        learn.save('empty')
+    assert not any(tmp_path.rglob('*.pth'))
