@@ -37,7 +37,7 @@ _NEARBY = 10  # batches on each side of a jump, whose jumps are the noise
 
 @dataclass(frozen=True)
 class RecordedRun:
-    "Run of a folder, as its checkpoints describe it."
+    "One fit of a run in a folder, as its checkpoints describe it."
 
     folder: Path
     checkpoints: list[Entry] = field(default_factory=list)  # newest first
@@ -74,11 +74,12 @@ class RecordedRun:
 
 
 def list_runs(folder: Path) -> list[RecordedRun]:
-    "Return the runs that have written checkpoints into a folder, newest first."
+    "Return the fits that have written checkpoints into a folder, newest first."
     runs: dict[Any, RecordedRun] = {}
     for entry in entries(folder):
         if 'time' in entry.info:
-            run = runs.setdefault(entry.info.get('run'), RecordedRun(folder))
+            fit = entry.info.get('run'), entry.info['ba'] - entry.info['train_iter']
+            run = runs.setdefault(fit, RecordedRun(folder))
             run.checkpoints.append(entry)
     if runs:
         return [*runs.values()]
@@ -88,10 +89,14 @@ def list_runs(folder: Path) -> list[RecordedRun]:
 
 
 def find_run(folder: Path, until: Time) -> RecordedRun:
-    "Return the newest run that has a checkpoint before a time, or that began before it."
+    "Return the newest fit that has a checkpoint before a time, or that was the first of its Learner."
     for run in list_runs(folder):
         if run.find_before(until) is not None or not run.first:
             return run
+        if until.unit == 'ba' and until.value >= run.first:
+            raise CheckpointError(
+                f'The fit that began at batch {run.first} has no checkpoint before {until}: rewind to a later batch.'
+            )
     raise CheckpointError(f'No run in {folder.absolute()} has a checkpoint before {until}.')
 
 

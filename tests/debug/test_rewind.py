@@ -72,6 +72,19 @@ def test_other_units_and_before_the_first_checkpoint(tmp_path: Path) -> None:
         again.rewind('99ba')
 
 
+def test_a_later_fit_of_the_same_learner(tmp_path: Path) -> None:
+    learn = make(tmp_path)
+    losses = train(learn) + train(learn)
+    for ba in (2, 13, BATCHES, BATCHES + 13):
+        if ba == BATCHES:  # the first checkpoint of the second fit comes later
+            with pytest.raises(
+                CheckpointError, match=f'began at batch {BATCHES} has no checkpoint'
+            ):
+                make(tmp_path).rewind(ba)
+        else:
+            assert make(tmp_path).rewind(ba).step() == losses[ba]
+
+
 def test_the_largest_jump() -> None:
     assert find_spike({3: 1.0, 4: 2.0, 5: float('nan'), 6: 9.0}).value == 5
     assert find_spike({3: 1.0, 4: 1.0, 5: 1.0}).value == 4
