@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 
@@ -21,6 +21,7 @@ def find_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
+@cache  # asked for each batch
 def has_streams(device: torch.device) -> bool:
     """Return True if copies from pinned memory to the device overlap with its work, on streams.
 
@@ -33,32 +34,32 @@ def has_streams(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
-def find_module() -> Any:
-    "Return the module of the accelerator, such as `torch.cuda`, if this process has used it; else None."
+def find_used_accelerator() -> torch.device | None:
+    "Return the accelerator if this process has used it, else None."
     # without asking whether it is available, which may start the driver, after which no process can be forked
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
-    module: Any = torch.get_device_module(accelerator)
+    module = torch.get_device_module(accelerator)
     is_used = getattr(module, 'is_initialized', module.is_available)()
-    return module if is_used else None
+    return accelerator if is_used else None
 
 
 def pins_memory() -> bool:
     "Return True if this process has used an accelerator to which pinned memory is copied ahead."
-    accelerator = None if find_module() is None else find_accelerator()
+    accelerator = find_used_accelerator()
     return accelerator is not None and has_streams(accelerator)
 
 
 def synchronize() -> None:
     "Wait for the accelerator, if this process has used it."
-    if find_module() is not None:
+    if find_used_accelerator() is not None:
         torch.accelerator.synchronize()
 
 
 def empty_cache() -> None:
     "Return unused memory of the accelerator to the system, if this process has used it."
-    if find_module() is not None:
+    if find_used_accelerator() is not None:
         torch.accelerator.empty_cache()
 
 

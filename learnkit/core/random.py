@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.device import find_accelerator, find_module
+from learnkit.core.device import find_accelerator, find_used_accelerator
 from learnkit.core.plain import map_plain
 
 # attributes that torch itself gives to every module
@@ -47,11 +47,12 @@ def capture_rng(
     if not with_torch:
         return state
     state['torch'] = torch.get_rng_state()
-    module = find_module() if devices else None
-    if module is not None:
+    accelerator = find_used_accelerator() if devices else None
+    if accelerator is not None:
+        module: Any = torch.get_device_module(accelerator)
         # MPS has one device
         read_all = getattr(module, 'get_rng_state_all', lambda: [module.get_rng_state()])
-        state['devices'] = {str(find_accelerator()): tuple(read_all())}
+        state['devices'] = {str(accelerator): tuple(read_all())}
     return state
 
 
@@ -67,9 +68,10 @@ def restore_rng(
         torch.set_rng_state(state['torch'].cpu())
     if 'numpy' in state:
         np.random.set_state(_to_arrays(state['numpy']))
-    accelerator = find_accelerator()
-    states = state.get('devices', {}).get(str(accelerator), ())
-    if accelerator is not None and states:
+    devices = state.get('devices', {})
+    accelerator = find_accelerator() if devices else None
+    if accelerator is not None:
+        states = devices.get(str(accelerator), ())
         module: Any = torch.get_device_module(accelerator)
         for i, device_state in enumerate(states[: torch.accelerator.device_count()]):
             where = {'device': i} if hasattr(module, 'get_rng_state_all') else {}

@@ -18,7 +18,7 @@ from torch import Tensor
 from learnkit.callbacks.model_summary import summarize_learner
 from learnkit.callbacks.recorder import Recorder, recorder_of
 from learnkit.checkpoint.saving import resolve_path
-from learnkit.core.device import find_accelerator, find_module
+from learnkit.core.device import find_used_accelerator
 from learnkit.core.environment import describe_environment
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.files import atomic_write
@@ -252,9 +252,10 @@ def _render_data(learn: Learner) -> str:
 def _list_seeds(learn: Learner) -> Iterator[tuple[str, str]]:
     "Yield the seeds of torch's generators; Python and NumPy do not keep their seeds."
     yield 'torch', str(torch.initial_seed())
-    module = find_module()
+    accelerator = find_used_accelerator()
+    module: Any = accelerator and torch.get_device_module(accelerator)
     if hasattr(module, 'initial_seed'):
-        yield f'torch, {find_accelerator()}', str(module.initial_seed())
+        yield f'torch, {accelerator}', str(module.initial_seed())
     for name, dl in [('train', learn.dls.train), *evaluation_loaders(learn.dls)]:
         for path, generator in own_generators(dl).items():
             if isinstance(generator, torch.Generator):

@@ -141,7 +141,7 @@ def test_without_an_accelerator_there_is_nothing_to_wait_for(
     monkeypatch.setattr(
         torch.accelerator, 'current_accelerator', lambda check_available=False: None
     )
-    assert device.find_accelerator() is None and device.find_module() is None
+    assert device.find_accelerator() is None and device.find_used_accelerator() is None
     assert not device.pins_memory() and not device.has_streams(torch.device('cuda'))
     device.synchronize()
     device.empty_cache()
