@@ -82,7 +82,8 @@ class Table:
         self.names: list[str] = []  # header of the last row
         self.widths: list[int] = []  # characters of each column
         self.lines: list[str] = []  # headers and rows as text
-        self.html_rows: list[str] = []  # headers and rows as HTML
+        self.rows: list[tuple[str, Sequence[str]]] = []  # tag and cells of headers and rows
+        self.html_rows: list[str] = []  # as HTML, up to the last use of `html`
 
     def add(
         self,
@@ -92,7 +93,7 @@ class Table:
         "Add a row and return the new lines of text: the row, and the header before it if it changes."
         cells = [format_cell(value) for value in row]
         header = [*names, *[''] * (len(cells) - len(names))]
-        new_rows = [('td', cells)]
+        new_rows: list[tuple[str, Sequence[str]]] = [('td', cells)]
         if header != self.names[: len(header)] or len(cells) > len(self.names):
             self.names = header
             self.widths = [max(map(len, pair)) for pair in zip_longest(header, cells, fillvalue='')]
@@ -100,7 +101,7 @@ class Table:
                 new_rows.insert(0, ('th', header))
         lines = [self._format_line(new) for _, new in new_rows]
         self.lines += lines
-        self.html_rows += [html_row(tag, new) for tag, new in new_rows]
+        self.rows += new_rows
         return lines
 
     def _format_line(self, cells: Sequence[str]) -> str:
@@ -113,6 +114,7 @@ class Table:
 
     def html(self, max_rows: int) -> str:
         "Return an HTML table; colors and borders are left to the page's theme."
+        self.html_rows += [html_row(*row) for row in self.rows[len(self.html_rows) :]]
         note = f'<tr><td colspan="{len(self.names)}">{FOLDED}</td></tr>'
         rows = truncate_rows(self.html_rows, max_rows, note)
         if not rows:

@@ -206,7 +206,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.n_valid = 0
         if self.learn.fitting:
             self._n_before = self.smooth_loss.count
-        self.log = L(self.learn.epoch)
+        self.log = L([self.learn.epoch])
 
     def before_train(self) -> None:
         self._is_epoch_open = True
@@ -275,7 +275,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._metric_columns.add(m.name, value, [m.name for m in learn.metrics])
             columns = self._metric_columns.values(m.name, value)
             values.update({self._train_column(column): v for column, v in columns.items()})
-        self.log = L(self.learn.epoch, *values.values())
+        self.log = L([self.learn.epoch, *values.values()])
 
     def _has_steps(self) -> bool:
         "Return True if this epoch has trained on a batch."
@@ -298,7 +298,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             current.measured |= self._named_values(m, value, dl)
         current.values |= current.measured
         current.n_valid = 0
-        self.log = L(self.learn.epoch, *current.values.values())
+        self.log = L([self.learn.epoch, *current.values.values()])
 
     def after_eval(self) -> None:
         learn = self.learn
@@ -373,15 +373,16 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if not values:
             return  # the epoch was skipped
         names = self.list_columns()[1:]
-        learn.final_record = L(values[n] for n in names if n in values and self.is_shown(n))
+        learn.final_record = L([values[n] for n in names if n in values and self.is_shown(n)])
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
         columns = {name: values.get(name) for name in names}
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        shown = (v for name, v in columns.items() if self.is_shown(name))
-        self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
+        self.log = L([learn.epoch, *(v for name, v in columns.items() if self.is_shown(name))])
+        if self.add_time:
+            self.log.append(format_seconds(seconds))
         learn.logger(self.log)
 
     # -- several ranks -----------------------------------------------------------------------------
@@ -603,7 +604,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self._metrics_by_depth[1]
         current.started = perf_counter() - seconds
         self._n_before = sd['n_before']
-        self.log = L(self.learn.epoch, *current.values.values())
+        self.log = L([self.learn.epoch, *current.values.values()])
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
 

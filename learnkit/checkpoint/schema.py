@@ -141,7 +141,7 @@ _POSITION = {
     'n': is_count,
     'n_before': is_count,
     'ranks': Optional(is_count),
-    'start': Maybe({**_LOADER, 'rng': is_rng}),
+    'start': Maybe({**_LOADER, 'rng': Optional(is_rng)}),
     'now': _LOADER,
     'workers': is_count,
     'workers_ran': bool,

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
+Handler = Callable[[int, FrameType | None], object]
+
 _ATTEMPTS = 10  # maximum number of times that an interrupted step is run
 # a token for each running `allow_interrupts`
 _allowed: list[object] = []
@@ -70,12 +72,12 @@ class deferred_interrupts:
             self._install()
 
     def _install(self) -> None:
-        if self._is_active and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._receive)
+        if self._is_active:
+            _exchange_handler(signal.default_int_handler, self._receive)
 
     def _uninstall(self) -> None:
-        if self._is_active and signal.getsignal(signal.SIGINT) == self._receive:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._is_active:
+            _exchange_handler(self._receive, signal.default_int_handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._is_waiting or _allowed:
@@ -87,6 +89,13 @@ class deferred_interrupts:
         if self._is_waiting:
             self._is_waiting = False
             raise KeyboardInterrupt
+
+
+def _exchange_handler(old: Handler, new: Handler) -> None:
+    "Replace a handler of Ctrl-C; another one that somebody has installed stays."
+    found = signal.signal(signal.SIGINT, new)
+    if found != old:
+        signal.signal(signal.SIGINT, found)
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -41,7 +41,6 @@ _FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
 _PLAIN = (bool, int, float, str, tuple, list, Path, Time)  # types of options that are compared
-_NO_ENTRIES: list[Entry] = []  # handlers of an event that no callback handles
 
 
 class CallbackSet:
@@ -168,25 +167,30 @@ class CallbackSet:
             if method is not None:
                 method(*args)
 
+    def handle(self, event: str) -> bool:
+        "Return True if a callback may have a handler of an event, without filling the tables."
+        return any(declared(cb, event) or takes_every_event(type(cb)) for cb in self.items)
+
     def fill_tables(self) -> None:
         "List the handlers of each event, in evaluation and in training."
         for table in self.tables:
-            table.update(dict.fromkeys(_HANDLED, _NO_ENTRIES))
-        found: list[tuple[int, HandlerTable, str, Entry]] = []
+            table.update({event: [] for event in _HANDLED})
+        moved: set[str] = set()  # events that some callback takes first or last
         for cb in self.list_ordered():
             cls, switch = type(cb), self.switches[id(cb)]
+            moved.update(getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ()))
             # a callback that takes every event, or is of fastai, has its own condition
             is_plain = isinstance(cb, Callback) and not takes_every_event(cls)
             runs_outer = not is_plain or cb.runs_at('before_fit', None)
             runs_inner = [not is_plain or cb.runs_at('before_batch', t) for t in (False, True)]
-            runs_first, runs_last = getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ())
             for event, handler in list_handlers(cb, self.learn.world):
-                place = (event in runs_last) - (event in runs_first)
+                is_inner = event in INNER_EVENTS
                 for table in self.tables:
-                    if runs_inner[table.training] if event in INNER_EVENTS else runs_outer:
-                        found.append((place, table, event, (handler, switch, cb)))
-        for _, table, event, entry in sorted(found, key=itemgetter(0)):
-            table[event] = [*table[event], entry]
+                    if runs_inner[table.training] if is_inner else runs_outer:
+                        table[event].append((handler, switch, cb))
+        for event in moved:
+            for table in self.tables:
+                table[event].sort(key=lambda entry: _find_place(entry[2], event))
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -492,6 +496,12 @@ class HandlerTable(dict[str, list[Entry]]):
             canonical_event(name)  # raises the error for an unknown event
         self.callbacks.fill_tables()
         return self[name]
+
+
+def _find_place(cb: Any, event: str) -> int:
+    "Return -1 for a callback whose class takes an event before the other callbacks, 1 after them, else 0."
+    cls = type(cb)
+    return (event in getattr(cls, 'runs_last', ())) - (event in getattr(cls, 'runs_first', ()))
 
 
 def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:

@@ -74,13 +74,15 @@ class EvaluationSchedule:
 
         At the end of the last epoch, every loader is due that was not evaluated with the final weights.
         """
+        loaders = evaluation_loaders(learn.dls)
+        if not loaders:
+            return []
         now = learn.time
         if at_epoch_end:  # the counters do not include this epoch yet
             share = (learn.epoch + 1) / learn.n_epoch if learn.n_epoch else now.dur
             ends = ends_iteration(learn)
             now = now.replace(ep=now.ep + 1, iter=now.iter + ends, dur=share)
         is_last = at_epoch_end and (learn.run.stopping or learn.epoch + 1 == learn.n_epoch)
-        loaders = evaluation_loaders(learn.dls)
         return [(name, dl) for name, dl in loaders if self._is_due(learn, name, now, is_last)]
 
     def _is_due(self, learn: Learner, name: str, now: Timestamp, is_last: bool) -> bool:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +32,16 @@ class SingleProcess:
     team: Any = None  # `DistributedTraining` of several processes
     has_local_samples = True  # False on a rank without samples in the batch
 
-    @contextmanager
     def run(
         self,
         learn: Learner,
         kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
-    ) -> Iterator[None]:
-        "Open a run."
+    ) -> AbstractContextManager[None]:
+        "Return the context of a run."
         n_started = os.environ.get('WORLD_SIZE', '1')
         if kind == 'fit' and n_started != '1' and not has_joined():
             warn_of_other_processes(n_started)
-        with open_run(learn, kind):
-            yield
+        return open_run(learn, kind)
 
     def end_run(self, learn: Learner, error: BaseException | None) -> None:
         "End the outermost run: `after_error` if it failed, and `cleanup`."

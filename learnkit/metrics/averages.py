@@ -324,7 +324,7 @@ def as_metrics(
     ['bias', 'l1_loss', 'offset', 'bias_2']
     """
     names: set[str] = set()
-    metrics = L(_make_unique(m, names) for m in _expand(ms, None))
+    metrics = L([_make_unique(m, names) for m in _expand(ms, None)])
     for m in metrics:
         check_column(m.name)
     return metrics

@@ -226,8 +226,11 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
     "Return the parameters of normalization layers and, with `with_bias`, the biases of all other layers."
     found = {}
     for m in model.modules():
+        is_norm = isinstance(m, NORMS)
+        if not (is_norm or with_bias):
+            continue
         for name, p in m.named_parameters(recurse=False):
-            if isinstance(m, NORMS) or (with_bias and name.startswith('bias')):
+            if is_norm or name.startswith('bias'):
                 found[id(p)] = p
     return list(found.values())
 
