@@ -1071,6 +1071,7 @@ class Learner(Loop):
     def distributed(
         self,
         strategy: str = 'ddp',  # 'ddp': replicated model; 'fsdp': sharded model
+        checkpoint_activations: Any = None,  # modules of `ActivationCheckpointing`; None: keep all
         **options: Any,  # further arguments of `DistributedTraining`
     ) -> AbstractContextManager[Self]:
         """Return a context in which this Learner trains on all ranks of the process group.
@@ -1084,9 +1085,13 @@ class Learner(Loop):
         >>> len(learn.history), learn.world.size
         (1, 1)
         """
+        from learnkit.callbacks.activation_checkpointing import ActivationCheckpointing
         from learnkit.distributed.callback import DistributedTraining
 
-        return self.added_cbs(DistributedTraining(strategy, **options))
+        cbs: list[Any] = [DistributedTraining(strategy, **options)]
+        if checkpoint_activations is not None:
+            cbs.append(ActivationCheckpointing(checkpoint_activations))
+        return self.added_cbs(cbs)
 
     @implemented_in('learnkit.distributed.launch')
     def launch(

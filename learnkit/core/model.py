@@ -94,7 +94,8 @@ def move_to_device(learn: Learner) -> None:
         return
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
-            check_has_values(module)
+            if torch.device(device).type != 'meta':
+                check_has_values(module)
             module.to(device)
 
 

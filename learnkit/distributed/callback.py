@@ -15,7 +15,6 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from typing_extensions import override
 
-from learnkit.callbacks.activation_checkpointing import ActivationCheckpointing
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.random import capture_rng, draw_seed, preserved_rng, restore_rng, seed_all
@@ -96,7 +95,6 @@ class DistributedTraining(Callback):
         agree_every: int | None = None,  # batches between agreements; None: by size of the model
         timeout: str | int | Time = '10m',  # timeout of the process group
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
-        checkpoint_activations: Any = None,  # modules of `ActivationCheckpointing`; None: keep all
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
         if strategy not in STRATEGIES:
@@ -116,8 +114,6 @@ class DistributedTraining(Callback):
         self.agree_every = agree_every
         self.parallelism = make_parallelism(strategy, options)
         self._mean = GradientMean()
-        modules = checkpoint_activations
-        self._helpers = [] if modules is None else [ActivationCheckpointing(modules)]
         self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
@@ -139,7 +135,6 @@ class DistributedTraining(Callback):
             raise DistributedError(
                 'This Learner trains in several processes already: leave out this context, or the callback.'
             )
-        learn.add_cbs(self._helpers)
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1:
             return world.leave()
@@ -209,7 +204,6 @@ class DistributedTraining(Callback):
     def on_removed(self) -> None:
         learn = self.learn
         world = self.learn.world
-        learn.remove_cbs(self._helpers)
         saved = self._saved_attributes
         self._saved_attributes = {}
         if not saved:

@@ -116,14 +116,10 @@ def test_what_the_format_has_no_place_for_writes_nothing(tmp_path: Path) -> None
     learn.create_opt()
     with pytest.raises(OptionError, match=r'state of an optimizer.*`\.pth`'):
         learn.save('a.safetensors', with_opt=True)
-    for name, value in (
-        ('x', torch.eye(2).to_sparse()),
-        ('z', torch.zeros(2, device='meta')),
-    ):
-        model = net()
-        model.register_buffer(name, value)
-        with pytest.raises(OptionError, match=r'\.safetensors: .*`\.pth`'):
-            learner(tmp_path, model).save('a.safetensors')
+    model = net()
+    model.register_buffer('x', torch.eye(2).to_sparse())
+    with pytest.raises(OptionError, match=r'\.safetensors: .*`\.pth`'):
+        learner(tmp_path, model).save('a.safetensors')
     assert not [p for p in tmp_path.rglob('*') if p.is_file()]
 
 
