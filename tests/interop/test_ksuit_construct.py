@@ -46,7 +46,7 @@ def test_a_class_is_constructed_when_it_is_added(tmp_path: Path) -> None:
     assert cb.sizes == [48, 16]
     fit(learn, 4)
     assert cb.seen == [4.0, 8.0] and [row.get('seen') for row in learn.history][1::2] == [4.0, 8.0]
-    other = synth_learner(n_train=3)
+    other = synth_learner(n_train=3, path=tmp_path / 'other')
     learn.remove_cb(adapter)
     fit(other.add_cb(adapter), 2)
     assert adapter.wrapped is cb and cb.seen == [4.0, 8.0, 4.0]
