@@ -33,7 +33,7 @@ from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.model import takes_batches
+from learnkit.core.model import check_can_run, takes_batches
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
@@ -264,6 +264,7 @@ class Learner(Loop):
         epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
+        check_can_run(self)
         fit_cbs = [*missing_train_eval(self), *as_list(cbs)]
         if start_epoch:
             fit_cbs.append(SkipToEpoch(start_epoch))

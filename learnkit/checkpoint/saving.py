@@ -165,6 +165,7 @@ def export(
         raise ModelError(
             f'{type(learn.model).__name__} is sharded: export it after the context of `learn.distributed()`.'
         )
+    check_has_values(learn.model)
     check_function('act', act)
     path = resolve_path(fname, learn.path, suffix='.pt2')
     if not learn.world.is_first:

@@ -18,7 +18,7 @@ from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, wr
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
-from learnkit.core.model import bare_model, move_to_device
+from learnkit.core.model import bare_model, check_has_values, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
 from learnkit.distributed.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 from learnkit.optim.state import find_differences
@@ -206,6 +206,7 @@ def compare_weights(
     >>> compare_weights(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
     ['missing: bias [1]', 'unexpected: b [1]', 'shape: weight is [1, 2], in the file [1, 3]']
     """
+    check_has_values(model)
     current = bare_model(model).state_dict()
     weights = _match_names(weights, bare_model(model))
     lines = []
@@ -297,7 +298,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_module_state(model: nn.Module) -> dict[str, Any]:
-    "Return the state dict of a module, with this rank's shards of sharded weights."
+    "Return the state dict of a module, with this rank's shards of sharded weights. Raises `ModelError` on meta."
+    check_has_values(model)
     state = bare_model(model).state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):

@@ -82,9 +82,15 @@ def check_has_values(model: nn.Module) -> None:
     "Raise `ModelError` for a model on the meta device."
     if is_on_meta(model):
         raise ModelError(
-            f'{type(model).__name__} is on the meta device, without values: train it within '
-            "`learn.distributed('fsdp')`, or make it again and load its weights."
+            f'{type(model).__name__} is on the meta device, without values: fit, load and save it within '
+            "`learn.distributed('fsdp')` in several processes, or make it again on a device."
         )
+
+
+def check_can_run(learn: Learner) -> None:
+    "Raise `ModelError` for a model on the meta device, unless the batches are there, too."
+    if torch.device(getattr(learn.dls, 'device', None) or 'cpu').type != 'meta':
+        check_has_values(learn.model)
 
 
 def move_to_device(learn: Learner) -> None:
@@ -94,8 +100,6 @@ def move_to_device(learn: Learner) -> None:
         return
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
-            if torch.device(device).type != 'meta':
-                check_has_values(module)
             module.to(device)
 
 

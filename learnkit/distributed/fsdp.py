@@ -86,6 +86,7 @@ class Sharded(Parallelism):
                 'without `replicas=`.'
             )
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
+        self._shapes: list[torch.Size] = []  # of its parameters, which are empty between them
         self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
         self._handled: BaseException | None = None  # exception being handled during `enter`
 
@@ -114,9 +115,10 @@ class Sharded(Parallelism):
         state = self._collect_rest(learn)
         sharded = copy_on_meta(original)
         self._shard(sharded, learn)
-        fill(sharded, original, learn.world, self.weights)
         self.original = original
+        self._shapes = [p.shape for p in original.parameters()]
         self._handled = sys.exception()
+        fill(sharded, original, learn.world, self.weights)
         replace_model(learn, sharded, state)
 
     def _collect_rest(self, learn: Learner) -> dict[str, Any] | None:
@@ -165,12 +167,15 @@ class Sharded(Parallelism):
             return
         reshard(learn.model)
         if self._has_failed(learn):
+            for p, shape in zip(original.parameters(), self._shapes, strict=True):
+                p.data = p.new_empty(1).expand(shape)
             replace_model(learn, original.to('meta'), None)
             learn.parts.callbacks.notify('on_weights_restored')
             return
         state = self._collect_rest(learn)
         self.share_buffers(learn)
-        take_back(original, learn.model)
+        if not all(self._are_empty):
+            take_back(original, learn.model)
         replace_model(learn, original, state)
 
     def _has_failed(self, learn: Learner) -> bool:

@@ -92,7 +92,8 @@ def _move(
         value = t.detach()
         if is_sent:
             is_own = world.is_first
-            value = value.to(world.device) if is_own else torch.empty_like(t, device=world.device)
+            value = value if is_own else torch.empty(t.shape, dtype=t.dtype)
+            value = value.to(world.device).contiguous()
             dist.broadcast(value, 0)
         yield name, value
         if isinstance(t, nn.Parameter) and not t.is_meta:

@@ -14,7 +14,7 @@ import torch
 
 from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
-from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
+from learnkit.core.model import WholeBatches, check_can_run, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
@@ -79,6 +79,8 @@ def open_run(
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
     run = learn.run
     counters = learn.parts.counters
+    if kind not in ('', 'fit') and not run.depth:  # `fit` has checked it
+        check_can_run(learn)
     with learn.parts.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
         grad = torch.is_grad_enabled()

@@ -254,6 +254,7 @@ def test_the_learner_has_its_own_model_back():
 
 def fails(rank):
     learn = learner(cbs=[Fails(), EMA()])
+    shapes = [p.shape for p in learn.model.parameters()]
     try:
         with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', timeout='20s'):
             learn.fit(1)
@@ -261,6 +262,7 @@ def fails(rank):
         error = f'{type(e).__name__}: {e}'
     with pytest.raises(ModelError, match='Net is on the meta device'):
         learn.fit(1)
+    assert [p.shape for p in learn.model.parameters()] == shapes
     return error[:60], learn.world.size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from learnkit import Learner
+from learnkit import Callback, Learner
 from learnkit.core.errors import ModelError, OptionError, WeightsError
 from learnkit.core.model import is_on_meta
 from learnkit.distributed.dtensor import is_dtensor
@@ -124,6 +125,31 @@ def test_models_on_meta_train_as_models_with_weights() -> None:
         assert run_ranks(trains, 2, folder) == [[], []]
 
 
+@pytest.mark.parametrize(
+    'use',
+    [
+        lambda learn: learn.fit(1),
+        lambda learn: learn.validate(),
+        lambda learn: learn.get_preds(),
+        lambda learn: learn.save('weights'),
+        lambda learn: learn.save('weights.safetensors'),
+        lambda learn: learn.load('there'),
+        lambda learn: learn.export('model.pt2'),
+        lambda learn: learn.checkpoint_state(),
+    ],
+)
+def test_a_model_on_meta_is_refused_before_anything_changes(
+    use: Callable[[Learner], Any], tmp_path: Path
+) -> None:
+    learner(path=tmp_path).save('there')
+    called = []
+    learn = make(path=tmp_path, cbs=Callback(before_fit=called.append, after_error=called.append))
+    with pytest.raises(ModelError, match=r"Net is on the meta device.*learn.distributed\('fsdp'\)"):
+        use(learn)
+    assert learn.opt is None and not called
+    assert [path.name for path in tmp_path.rglob('*.*')] == ['there.pth']
+
+
 def test_a_copy_on_meta_has_the_structure_and_no_memory() -> None:
     model = Net()
     model.head.weight = model.stem.bias  # tied
@@ -131,12 +157,3 @@ def test_a_copy_on_meta_has_the_structure_and_no_memory() -> None:
     assert all(t.is_meta for t in copy.parameters()) and not is_on_meta(model)
     assert copy.head.weight is copy.stem.bias and type(copy) is Net
     assert [n for n, _ in copy.named_parameters()] == [n for n, _ in model.named_parameters()]
-
-
-def test_a_model_without_values_is_neither_trained_nor_saved_alone(tmp_path: Path) -> None:
-    learn = make(path=tmp_path)
-    with pytest.raises(ModelError, match='Net is on the meta device'):
-        learn.fit(1)
-    with pytest.raises(ModelError, match='Net is on the meta device'):
-        learn.save('empty')
-    assert not any(tmp_path.rglob('*.pth'))
