@@ -99,20 +99,32 @@ def test_refused_before_anything_has_changed(model: nn.Module, modules: Any, tex
     assert not any('forward' in vars(m) for m in model.modules())
 
 
-def sharded(rank: int) -> float:
-    "Return the largest difference of the weights with and without, sharded over two ranks."
+def train_on_ranks(rank: int, strategy: str) -> float:
+    "Return the largest difference of the weights with and without, on two ranks."
     torch.distributed.init_process_group('gloo')
     found = []
     for modules in (None, Noisy):
         learn = learner(make_model())
         torch.manual_seed(2)
-        with learn.no_bar(), learn.distributed('fsdp', checkpoint_activations=modules):
+        with learn.no_bar(), learn.distributed(strategy, checkpoint_activations=modules):
+            added = [cb for cb in learn.cbs if isinstance(cb, ActivationCheckpointing)]
+            assert len(added) == (modules is not None)
             learn.fit(2)
-        assert not any(isinstance(cb, ActivationCheckpointing) for cb in learn.cbs)
         found.append(learn.model.state_dict())
     return max((found[0][k] - found[1][k]).abs().max().item() for k in found[0])
 
 
 @pytest.mark.dist
-def test_sharded_models_too() -> None:
-    assert run_ranks(sharded, 2) == [0.0, 0.0]
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_an_option_of_several_processes(strategy: str) -> None:
+    assert run_ranks(train_on_ranks, 2, strategy) == [0.0, 0.0]
+
+
+def test_the_option_serves_one_process() -> None:
+    learn = learner(make_model())
+    Noisy.n_calls = 0
+    with learn.no_bar(), learn.distributed(checkpoint_activations=Noisy):
+        learn.fit('1ba')
+    assert (
+        Noisy.n_calls == 6 + 9
+    )  # three blocks twice in a batch, and once in three of the evaluation
