@@ -64,6 +64,7 @@ PARTS = ['x', 'y', 'x_valid', 'y_valid', 'x_test', 'y_test']
 # what the names of the programs end in: name in the table, library
 PACKAGES = {
     'learnkit': ('learnkit', 'learnkit'),
+    'one_group': ('learnkit, one group', 'learnkit'),
     'tuned': ('by hand, for speed', 'torch'),
     'loop': ('by hand', 'torch'),
     'skorch': ('skorch', 'skorch'),

@@ -61,8 +61,9 @@ def restore_rng(
     """Restore the global generators; a generator without an entry in `state` is unchanged.
 
     States of missing devices are ignored."""
-    version, words, gauss = state['python']
-    random.setstate((version, tuple(words), gauss))
+    if 'python' in state:
+        version, words, gauss = state['python']
+        random.setstate((version, tuple(words), gauss))
     if 'torch' in state:
         torch.set_rng_state(state['torch'].cpu())
     if 'numpy' in state:

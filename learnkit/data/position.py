@@ -19,6 +19,7 @@ from copy import deepcopy
 from itertools import islice
 from typing import Any, Self
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.batch import are_equal
@@ -117,9 +118,7 @@ class LoaderPosition:
         if self.start is not None:
             return self._resume_epoch()
         self._workers_ran = self.workers > 0 and workers_run(self.dl)
-        # nothing is drawn for a list, and NumPy takes longer to copy its state than a small batch takes
-        is_list = type(self.dl) in (list, tuple)
-        self.start = _capture(self.dl, with_global=not is_list)
+        self.start = _capture(self.dl, with_global=True)
         return iter(self.dl)
 
     def state_dict(
@@ -457,8 +456,12 @@ def _capture(dl: Any, with_global: bool = False) -> State:
     if isinstance(dl, Shard):
         with dl.order:
             return _capture(dl.source, with_global)
-    state = {'rng': capture_rng()} if with_global else {}
-    return state | capture_loader_state(dl)
+    state = capture_loader_state(dl)
+    if not with_global or type(dl) in (list, tuple):
+        return state  # nothing is drawn for a list
+    # NumPy takes as long to copy its state as a small batch takes
+    rng = {'torch': torch.get_rng_state()} if type(dl) is TensorLoader else capture_rng()
+    return {'rng': rng, **state}
 
 
 def _restore(dl: Any, state: State | None) -> list[str]:

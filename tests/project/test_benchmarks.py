@@ -16,6 +16,7 @@ from benchmarks import gpu, resume, tasks
 from benchmarks.programs import (
     classify_learnkit,
     classify_loop,
+    classify_one_group,
     classify_tuned,
     resume_task as task,
 )
@@ -63,7 +64,9 @@ def data() -> SimpleNamespace:
     return SimpleNamespace(**tasks.split_rows(x, (x.sum(1) > 0).astype('int64'), 64, 64))
 
 
-@pytest.mark.parametrize('program', [classify_learnkit, classify_loop, classify_tuned])
+@pytest.mark.parametrize(
+    'program', [classify_learnkit, classify_loop, classify_one_group, classify_tuned]
+)
 def test_programs_train_in_place(
     program: Any, data: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
