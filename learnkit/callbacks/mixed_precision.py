@@ -89,6 +89,11 @@ class MixedPrecision(Callback):
         self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
     @property
+    def needs_whole_layers(self) -> bool:
+        "True if gradients are scaled: torch's scaler does not compare the parts of a layer."
+        return self.scales
+
+    @property
     def scales(self) -> bool:
         "Whether the loss is scaled: gradients are then final only after this `before_step`."
         return self.amp_mode is AMPMode.FP16

@@ -269,7 +269,7 @@ def _fit_position(learn: Learner, r: ResumeState) -> None:
     saved = r.state['position']
     if saved is None:
         return
-    n_saved, n = len(r.state.get('processes', [{}])), learn.world.size
+    n_saved, n = len(r.state.get('processes', [{}])), learn.world.data_size
     was_split = n_saved == 1 or saved.get('ranks') != 1
     is_split = n == 1 or isinstance(learn.dls.train, Shard)
     if r.at == 'batch' and n_saved != n and not (was_split and is_split):
@@ -322,16 +322,17 @@ def _warn_of_differences(learn: Learner, r: ResumeState) -> None:
             'on, restore it with `learn.load_checkpoint_state(state)`, and fit without `resume`.'
         )
     n_processes = len(r.state.get('processes', [{}]))
-    if r.at == 'epoch' or n_processes == learn.world.size:
+    n_now = learn.world.data_size
+    if r.at == 'epoch' or n_processes == n_now:
         return
     sizes = describe_drawn(learn.dls.train)
     if sizes['batches'] is None and sizes['batch size'] is None:
         warn_user(
-            f'The batch size of {sizes["type"]} is not known. {learn.world.size} processes resume exactly only if a '
+            f'The batch size of {sizes["type"]} is not known. {n_now} processes resume exactly only if a '
             f'batch of all has as many samples as of {n_processes}.'
         )
     warn_user(
-        f'The checkpoint is of {n_processes} processes, this run has {learn.world.size}: the metrics of this epoch '
+        f'The checkpoint is of {n_processes} processes, this run has {n_now}: the metrics of this epoch '
         "so far are the first process's."
     )
 

@@ -17,17 +17,17 @@ from typing_extensions import override
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
-from learnkit.core.random import capture_rng, draw_seed, preserved_rng, restore_rng, seed_all
+from learnkit.core.random import draw_seed, preserved_rng, seed_all
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.comm import SINGLE_RANK, join_ranks
 from learnkit.distributed.compare import check_alike, check_bare, compute_totals, describe_loaders
 from learnkit.distributed.ddp import Parallelism, Replicas, average
-from learnkit.distributed.dtensor import is_dtensor
+from learnkit.distributed.dtensor import count_parts, local_shard
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
-from learnkit.distributed.strategy import SeveralProcesses
+from learnkit.distributed.strategy import SeveralProcesses, share_generators
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.run import clear_pass
@@ -157,6 +157,7 @@ class DistributedTraining(Callback):
                 learn.logger = noop
             self._seed()
             self.parallelism.enter(learn)
+            share_generators(world)  # the first rank may have drawn initial weights
             learn.add_cb(self._mean)
         except BaseException as e:
             error = self.fail(e)
@@ -195,11 +196,8 @@ class DistributedTraining(Callback):
         world = self.learn.world
         with preserved_rng():
             seed = world.broadcast(draw_seed())
-        first = world.broadcast(capture_rng(devices=False))
         if world.data_rank:
             seed_all((seed + 0x9E3779B97F4A7C15 * world.data_rank) % 2**63)
-        elif not world.is_first:
-            restore_rng(first)
 
     def on_removed(self) -> None:
         learn = self.learn
@@ -375,7 +373,10 @@ class DistributedTraining(Callback):
 
     def epoch_checkpoint(self) -> None:
         learn = self.learn
-        replicated = [p for p in learn.model.parameters() if not is_dtensor(p)]
+        copies = self.world.copies
+        # copies have equal parts of the layers that are not divided between them
+        n_parts = self.world.data_size if copies > 1 else 1
+        replicated = [local_shard(p) for p in learn.model.parameters() if count_parts(p) == n_parts]
         numbers = (*compute_totals(replicated), learn.finished('st'))
         sums, magnitudes, steps = zip(*self._agree(partial(self.world.sync, *numbers)), strict=True)
         if len(set(steps)) > 1:
@@ -383,9 +384,17 @@ class DistributedTraining(Callback):
                 f'The processes have taken {min(steps):g} to {max(steps):g} steps, and have different weights now. In '
                 'some of them alone a step was cancelled: let `self.world.any(...)` take such a decision.'
             )
+        n = copies if copies > 1 else self.world.size
+        groups = [sums[i : i + n] for i in range(0, self.world.size, n)]
         # more than the rounding errors of different hardware
-        if max(sums) - min(sums) > 1e-6 * max(magnitudes):
-            learn.check_replicas()
+        if all(max(group) - min(group) <= 1e-6 * max(magnitudes) for group in groups):
+            return
+        if copies > 1:
+            raise DistributedError(
+                f'The {n} processes that share layers have different weights: their batches, random numbers or '
+                'predictions were not the same.'
+            )
+        learn.check_replicas()
 
     def _agree(self, exchange: Callable[[], T]) -> T:
         learn = self.learn

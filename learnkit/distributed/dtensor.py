@@ -73,7 +73,12 @@ def full_tensor(
     "Gather a DTensor on the host; return any other tensor unchanged. All ranks must call it."
     if not is_dtensor(t):
         return t
+    from torch.distributed.tensor import Replicate
+
     with torch.no_grad():
+        # one dimension of the mesh at a time: torch warns of the order of the messages otherwise
+        for i in range(1, t.device_mesh.ndim):
+            t = t.redistribute(placements=[*[Replicate()] * i, *t.placements[i:]])
         full = t.full_tensor()
         is_kept = not first_only or torch.distributed.get_rank() == 0
         return full.cpu() if is_kept else full.new_empty(0)
@@ -130,12 +135,14 @@ def list_shardings(t: Any) -> list[int]:
     return sorted(sharded, key=lambda i: hasattr(placements[i], 'split_factor'))
 
 
+def count_parts(t: Any) -> int:
+    "Return the number of different shards of a tensor; 1 for one that is not sharded."
+    return prod(t.device_mesh.size(i) for i in list_shardings(t))
+
+
 def count_copies(t: Any) -> int:
     "Return the number of ranks that have the same shard of a DTensor; 0 for any other tensor."
-    if not is_dtensor(t):
-        return 0
-    n_shards = prod(t.device_mesh.size(i) for i in list_shardings(t))
-    return torch.distributed.get_world_size() // n_shards
+    return torch.distributed.get_world_size() // count_parts(t) if is_dtensor(t) else 0
 
 
 def make_dtensor(

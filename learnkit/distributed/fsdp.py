@@ -22,7 +22,10 @@ from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import (
     TENSOR,
     close_hosts,
+    count_parts,
     gather_full_state,
+    is_dtensor,
+    local_shard,
     open_hosts,
     reshard,
 )
@@ -32,6 +35,7 @@ from learnkit.engine.callback import declared
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
+Parallelize = Callable[[nn.Module, Any], Any]  # f(model, mesh of `tensor` processes)
 Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
 
 
@@ -68,8 +72,7 @@ class Sharded(Parallelism):
         weights: str | Path | None = None,  # safetensors file(s) of a model on the meta device
         replicas: int = 1,  # groups of processes that each hold all shards (HSDP)
         tensor: int = 1,  # processes that share the layers that `parallelize` makes parallel
-        parallelize: Callable[[nn.Module, Any], Any]
-        | None = None,  # f(model, mesh of `tensor` processes), which calls `parallelize_module`
+        parallelize: Parallelize | None = None,  # f(model, mesh), which calls `parallelize_module`
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -80,11 +83,8 @@ class Sharded(Parallelism):
         self.replicas = check_count('replicas', replicas)
         self.tensor = check_count('tensor', tensor)
         self.parallelize = parallelize
-        if (tensor > 1) != (parallelize is not None) or (tensor > 1 and replicas > 1):
-            raise OptionError(
-                f'tensor={tensor}, replicas={replicas}: give `tensor=2` or more together with `parallelize=`, and '
-                'without `replicas=`.'
-            )
+        if tensor > 1 and (parallelize is None or replicas > 1):
+            raise OptionError(f'tensor={tensor}: give parallelize=, and leave out replicas=.')
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._shapes: list[torch.Size] = []  # of its parameters, which are empty between them
         self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
@@ -96,8 +96,9 @@ class Sharded(Parallelism):
     def check_size(self, size: int) -> None:
         "Raise `OptionError` for a number of processes that `replicas` and `tensor` do not divide."
         if size % (self.replicas * self.tensor):
+            name = 'tensor' if self.tensor > 1 else 'replicas'
             raise OptionError(
-                f'replicas={self.replicas}, tensor={self.tensor}: {size} processes are not divided by it.'
+                f'{name}={getattr(self, name)}: {size} processes are not divided by it.'
             )
 
     @override
@@ -140,8 +141,8 @@ class Sharded(Parallelism):
         sizes = {name: n for name, n in sizes.items() if name == 'shard' or n > 1}
         mesh = init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         open_hosts(mesh, learn.world.control)
-        if self.parallelize is not None:
-            self.parallelize(model, mesh[TENSOR])
+        if self.parallelize is not None and self.tensor > 1:
+            divide_layers(model, self.parallelize, mesh[TENSOR])
             mesh = mesh['shard']
         inner, outer = self.policies
         for m in [*find_units(model, self.wrap), model]:
@@ -232,7 +233,7 @@ def check_can_be_sharded(learn: Learner) -> None:
 
 
 def check_can_train_sharded(learn: Learner) -> None:
-    "Raise `DistributedError` for microbatches of unknown number, and callbacks that need full weights."
+    "Raise `DistributedError` for microbatches of unknown number, and callbacks that need full weights or layers."
     if learn.microbatch in (1, 'auto'):
         raise DistributedError(
             f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
@@ -243,6 +244,12 @@ def check_can_train_sharded(learn: Learner) -> None:
         raise DistributedError(
             f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
             "part of them. Leave it out, or use strategy 'ddp'."
+        )
+    divided = [cb for cb in learn.cbs if declared(cb, 'needs_whole_layers')]
+    if divided and learn.world.copies > 1:
+        raise DistributedError(
+            f'{divided[0]} needs whole layers, and with tensor= each process has a part of some. Leave it out, and '
+            "use 'bf16' in place of 'fp16'."
         )
 
 
@@ -256,6 +263,30 @@ def replace_model(
     learn.opt = None  # made for the new parameters
     if state is not None:
         learn.load_checkpoint_state({**state, 'model': collect_module_state(model)})
+
+
+def divide_layers(model: nn.Module, parallelize: Parallelize, mesh: Any) -> None:
+    """Let a function divide layers of a model without values between the ranks of a mesh.
+
+    Raises `ModelError` if names have changed or parts are uneven, and `OptionError` if nothing is divided."""
+    names = {name for name, _ in model.named_parameters()}
+    parallelize(model, mesh)
+    params = dict(model.named_parameters())
+    changed = names.symmetric_difference(params)
+    changed |= {name for name, b in model.named_buffers() if is_dtensor(b)}
+    if changed:
+        raise ModelError(
+            f'parallelize= has changed the parameters or buffers {sorted(changed)[:5]}: leave out layers with tied '
+            'weights, and layers with buffers.'
+        )
+    divided = {name: p for name, p in params.items() if is_dtensor(p)}
+    if not divided:
+        raise OptionError('parallelize= has divided no layer of the model that it was called with.')
+    for name, p in divided.items():
+        if local_shard(p).numel() * count_parts(p) != p.numel():
+            raise ModelError(
+                f'{name} {list(p.shape)} cannot be divided evenly between {mesh.size()} processes.'
+            )
 
 
 def broadcast_buffers(model: nn.Module, _: Any) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
-from learnkit.core.errors import DistributedError, EmptyLoaderError
+from learnkit.core.errors import DistributedError, EmptyLoaderError, OptionError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader, evaluation_loaders, n_batches
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
@@ -125,7 +125,9 @@ class _LoadersProxy(DataLoaders):
 
 def _make_shard(dl: Any, spec: ShardSpec) -> Any:
     "Return the shard of a loader, of the class that fits the loader."
-    if _is_sharded_by_sampler(dl):
+    samplers = [s for s in list_samplers(dl) if isinstance(s, DistributedSampler)]
+    if samplers:
+        check_sampler(samplers[0], spec)
         return dl
     if type(dl) is TensorLoader:
         return TensorShard(dl, spec)
@@ -136,9 +138,13 @@ def _make_shard(dl: Any, spec: ShardSpec) -> Any:
     return RoundShard(dl, spec)
 
 
-def _is_sharded_by_sampler(dl: Any) -> bool:
-    "Return True if a loader draws its samples from a `DistributedSampler`."
-    return any(isinstance(sampler, DistributedSampler) for sampler in list_samplers(dl))
+def check_sampler(sampler: DistributedSampler[Any], spec: ShardSpec) -> None:
+    "Raise `OptionError` for a sampler of other ranks."
+    if (sampler.num_replicas, sampler.rank) != (spec.size, spec.rank):
+        raise OptionError(
+            f'DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}): this process has part '
+            f'{spec.rank} of {spec.size} of the data. Give these numbers, or leave the sampler out.'
+        )
 
 
 def list_samplers(dl: Any) -> list[Any]:

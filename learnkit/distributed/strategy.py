@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.checkpoint.compare import digest
 from learnkit.core.batch import count_samples, find_bs, slice_batch, tensors_in
+from learnkit.core.device import find_used_accelerator
 from learnkit.core.errors import DistributedError
-from learnkit.core.random import capture_rng
+from learnkit.core.random import capture_rng, restore_rng
 from learnkit.distributed.comm import Comm
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.engine.microbatch import divide, weighted_loss
@@ -175,7 +177,7 @@ class SeveralProcesses(SingleProcess):
         generators, and the mean of the gradients that the ranks had accumulated."""
         world = learn.world
         rank_states = resume.state.get('processes', [{}])
-        if len(rank_states) != world.size:
+        if len(rank_states) != world.data_size:
             resume = super().take_own_state(learn, resume)
             if world.data_rank:
                 # ranks must not draw the same random numbers
@@ -183,7 +185,7 @@ class SeveralProcesses(SingleProcess):
             return resume
         if world.is_first:
             return resume
-        own = rank_states[world.rank]
+        own = rank_states[world.data_rank]
         merged = {name: {**resume.state.get(name, {}), **own.get(name, {})} for name in OWN_STATES}
         resume.state = {**resume.state, **own, **merged}
         return resume
@@ -191,7 +193,22 @@ class SeveralProcesses(SingleProcess):
     @override
     def after_restore(self, learn: Learner, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
+        share_generators(learn.world)
         learn.world.reset(clock=learn.parts.counters.seconds)
+
+
+def share_generators(world: Comm) -> None:
+    "Give ranks that train on the same samples the generators of the first of them."
+    if world.copies == 1:
+        return
+    accelerator = find_used_accelerator()
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    on_device = None if module is None else module.get_rng_state()
+    states = world.gather((capture_rng(devices=False), on_device))
+    rng, on_device = states[world.data_rank * world.copies]
+    restore_rng(rng)
+    if module is not None:
+        module.set_rng_state(on_device)
 
 
 def check_world(world: Comm) -> None:
@@ -208,7 +225,7 @@ def gather_rank_states(
     state: Mapping[str, Any],  # state of a checkpoint on this rank
     world: Comm,  # process group
 ) -> list[dict[str, Any]]:
-    """Gather on the first rank the states that differ from the first rank's, in rank order.
+    """Gather on the first rank the states that differ from the first rank's, one for each shard of the data.
 
     The other ranks return a list with their own entry only. States with sharded tensors belong to all ranks."""
     own_states = {
@@ -229,8 +246,8 @@ def gather_rank_states(
         }
     gathered = world.gather({} if world.is_first else own)
     if world.is_first:
-        return gathered
-    return [own if rank == world.rank else {} for rank in range(world.size)]
+        return gathered[:: world.copies]
+    return [own if rank == world.data_rank else {} for rank in range(world.data_size)]
 
 
 def has_shards(state: Any) -> bool:

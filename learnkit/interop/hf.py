@@ -19,6 +19,7 @@ from learnkit.callbacks.training import GradientClip
 from learnkit.core.errors import CallbackError, CancelTrainException, add_note
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.distributed.dtensor import total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.run import preserved_state
@@ -257,7 +258,7 @@ class TrainerRun(Callback):
     def before_step(self) -> None:
         grads = [p.grad for p in self.learn.step_parameters if p.grad is not None]
         norms = [cb.total_norm for cb in self.learn.cbs if isinstance(cb, GradientClip)]
-        self.progress.grad_norm = norms[0] if norms else torch.nn.utils.get_total_norm(grads)
+        self.progress.grad_norm = norms[0] if norms else total_norm(grads)
         self.progress.learning_rate = self._list_rates()[0]
         self._call('on_pre_optimizer_step')
 

@@ -48,6 +48,7 @@ class ActivationStats(HookCallback):
     """
 
     order = -20
+    needs_whole_layers = True
     run_in = 'fit'
     remove_on_find = True
 

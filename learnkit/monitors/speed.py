@@ -155,18 +155,18 @@ class SpeedMonitor(Monitor):
         seconds, *counts = (b - a for a, b in zip(first, last, strict=True))
         if seconds <= 0:
             return {}
-        n = self.learn.world.size
+        world = self.learn.world
         rates = dict[str, float]()
         for what, count in zip(COUNTED, counts, strict=True):
             if not count:
                 continue
-            # flops are counted for this device's batches only
-            n_counted = 1 if what == 'flops' else n
+            # flops are counted for this rank's batches only, which its copies share
+            n_counted = world.copies if what == 'flops' else world.size
             rate = count / seconds / n_counted
-            rates[f'throughput/{what}_per_sec'] = rate * n
+            rates[f'throughput/{what}_per_sec'] = rate * world.size
             rates[f'throughput/device/{what}_per_sec'] = rate
         if counts[-1] and self._peak:
-            rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
+            rates['throughput/device/mfu'] = counts[-1] / seconds / world.copies / self._peak
         return rates
 
     def cleanup(self) -> None:

@@ -33,6 +33,14 @@ def come_and_go(rank: int) -> None:
     with pytest.raises(DistributedError, match='no longer train together'):
         host_mesh(mesh)
 
+    # of tensor parallelism: parameters have the whole mesh, or its first dimension
+    sizes = {'mesh': [[0], [1]], 'mesh_dim_names': ('data', 'tensor')}
+    groups = [dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True)]
+    mesh = DeviceMesh.from_group(groups, 'cuda', **sizes)
+    open_hosts(mesh, group)
+    assert host_mesh(mesh)['data'] == host_mesh(mesh['data']) and host_mesh(mesh).size() == 2
+    close_hosts()
+
 
 def test_hosts_are_forgotten_when_the_training_ends() -> None:
     run_ranks(come_and_go)

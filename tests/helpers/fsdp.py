@@ -59,3 +59,29 @@ class WithStatistics(Net):
         super().__init__()
         self.head = nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 1))
         self.stem.requires_grad_(False)
+
+
+class EvenBlock(Block):
+    "A block whose hidden units two ranks can share."
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(7, 8), nn.GELU(), nn.Linear(8, 7))
+
+
+class Even(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([EvenBlock(), EvenBlock()])
+
+
+def divide_blocks(model, mesh):
+    "Divide the hidden units of each block of `Even`."
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan = {'blocks.*.inner.0': ColwiseParallel(), 'blocks.*.inner.2': RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
