@@ -34,6 +34,16 @@ def has_streams(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
+@cache
+def records_streams(device: torch.device) -> bool:
+    "Return True if the allocator of a device with streams can be told that another stream uses a tensor."
+    try:
+        torch.empty(1, device=device).record_stream(torch.accelerator.current_stream(device))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def find_used_accelerator() -> torch.device | None:
     "Return the accelerator if this process has used it, else None."
     # without asking whether it is available, which may start the driver, after which no process can be forked

@@ -49,9 +49,8 @@ def capture_rng(
     accelerator = find_used_accelerator() if devices else None
     if accelerator is not None:
         module: Any = torch.get_device_module(accelerator)
-        # MPS has one device
-        read_all = getattr(module, 'get_rng_state_all', lambda: [module.get_rng_state()])
-        state['devices'] = {str(accelerator): tuple(read_all())}
+        states = (module.get_rng_state(*number) for number in _number_devices())
+        state['devices'] = {str(accelerator): tuple(states)}
     return state
 
 
@@ -73,9 +72,14 @@ def restore_rng(
     if accelerator is not None:
         states = devices.get(str(accelerator), ())
         module: Any = torch.get_device_module(accelerator)
-        for i, device_state in enumerate(states[: torch.accelerator.device_count()]):
-            where = {'device': i} if hasattr(module, 'get_rng_state_all') else {}
-            module.set_rng_state(device_state.cpu(), **where)
+        for device_state, number in zip(states, _number_devices(), strict=False):
+            module.set_rng_state(device_state.cpu(), *number)
+
+
+def _number_devices() -> list[tuple[int, ...]]:
+    "Return the argument for each device of the accelerator; none for a single device, as MPS takes none."
+    n = torch.accelerator.device_count()
+    return [()] if n == 1 else [(i,) for i in range(n)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from learnkit.core.batch import map_tensors, tensors_in
-from learnkit.core.device import has_streams
+from learnkit.core.device import has_streams, records_streams
 from learnkit.data.dataloaders import TensorLoader
 
 _END = object()  # marks the end of a loader, as the default of `next`
@@ -26,14 +26,14 @@ def read_ahead(
     One batch is drawn ahead, so that reading it overlaps too. It is drawn when it is asked for where drawing it
     early would lose it or change the position that a checkpoint saves: from a loader that is an iterator, and in a
     resumable pass if this process may draw random numbers for it, or if the loader keeps its own state. On devices
-    without streams the loader's own iterator is returned.
+    without streams, or whose allocator knows of one stream only, the loader's own iterator is returned.
 
     >>> list(read_ahead([1, 2], torch.device('cpu')))
     [1, 2]
     """
     batches = iter(dl) if begin is None else begin()
     is_resumable = begin is not None
-    if not has_streams(device):
+    if not (has_streams(device) and records_streams(device)):
         return batches
     draws_ahead = batches is not dl and (not is_resumable or _can_prefetch(dl))
     return _Copier(batches, device, draws_ahead)

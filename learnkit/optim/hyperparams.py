@@ -290,8 +290,18 @@ def match_strides(opt: torch.optim.Optimizer) -> None:
 FUSED = ('cpu', 'cuda', 'xpu', 'mps')  # devices for which torch has fused kernels
 
 
-def can_fuse(p: torch.Tensor) -> bool:
-    "Return True if torch's fused kernels support a parameter: floating point, dense, without gaps."
+def can_fuse(params: Iterable[torch.Tensor]) -> bool:
+    """Return True if torch's fused kernels support parameters: floating point, dense, without gaps.
+
+    A fit may move them to the accelerator, which has to have these kernels too.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type not in FUSED:
+        return False
+    return all(map(_is_fusible, params))
+
+
+def _is_fusible(p: torch.Tensor) -> bool:
     p = local_shard(p)
     return (
         type(p) in (torch.Tensor, nn.Parameter)

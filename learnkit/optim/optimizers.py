@@ -85,7 +85,7 @@ def Adam(
     """
     groups = as_groups(params)
     if fused is None:
-        fused = all(map(can_fuse, iterate_params(groups)))
+        fused = can_fuse(iterate_params(groups))
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
     return _wrap(cls(groups, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused))
 
@@ -322,7 +322,7 @@ def MuonAdamW(
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
     options: dict[str, Any] = {'lr': lr, 'weight_decay': wd}
-    fused = all(map(can_fuse, iterate_params(parts['adamw'])))
+    fused = can_fuse(iterate_params(parts['adamw']))
     betas = adam_mom, sqr_mom
     opt = {
         'adamw': torch.optim.AdamW(parts['adamw'], betas=betas, eps=eps, fused=fused, **options),

@@ -43,6 +43,7 @@ class Log(list[str]):
                 log.append('main')
 
         monkeypatch.setattr(readahead, 'has_streams', lambda device: device.type == 'cuda')
+        monkeypatch.setattr(readahead, 'records_streams', lambda device: True)
         monkeypatch.setattr(torch, 'Stream', Stream)
         monkeypatch.setattr(torch.accelerator, 'current_stream', Stream)
         monkeypatch.setattr(Tensor, 'record_stream', lambda t, s: log.append('in use'))

@@ -37,7 +37,7 @@ def test_adam_is_fused_and_differs_by_rounding() -> None:
 )
 def test_adam_is_not_fused_where_that_is_not_possible(make: Any) -> None:
     p = make()
-    assert not can_fuse(p) and not Adam([p]).param_groups[0]['fused']
+    assert not can_fuse([p]) and not Adam([p]).param_groups[0]['fused']
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,14 @@ def test_a_change_of_layout_costs_no_digits(opt_func: Any) -> None:
         return p.detach()
 
     assert torch.allclose(run(True), run(False), rtol=0, atol=1e-14)
+
+
+def test_parameters_that_go_to_a_device_without_fused_kernels_are_not_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    "The optimizer of a resumed fit is made when the model is there already, and takes equal steps."
+    p = nn.Parameter(torch.zeros(2))
+    assert can_fuse([p])
+    plugin = torch.device('privateuseone')
+    monkeypatch.setattr(torch.accelerator, 'current_accelerator', lambda: plugin)
+    assert not can_fuse([p])
