@@ -263,6 +263,14 @@ def fails(rank):
     with pytest.raises(ModelError, match='Net is on the meta device'):
         learn.fit(1)
     assert [p.shape for p in learn.model.parameters()] == shapes
+    learn.remove_cb(Fails)
+    with (
+        learn.no_bar(),
+        learn.no_logging(),
+        pytest.warns(UserWarning, match='the model gets new ones'),
+        learn.distributed('fsdp'),
+    ):
+        learn.fit(1)
     return error[:60], learn.world.size
 
 

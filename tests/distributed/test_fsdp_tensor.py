@@ -90,7 +90,7 @@ def fit(strategy=None, **options):
             with learn.distributed(strategy, batch_size='global', **options):
                 learn.fit(2)
                 found = [learn.get_preds()[0], torch.tensor(learn.validate())]
-                assert learn.world.data_size == 2 and learn.time.sp == 100
+                assert learn.world.data_size == learn.world.size // 2 and learn.time.sp == 100
     rows = [[row['train_loss'], row['valid_loss'], row['<lambda>']] for row in learn.history]
     return [torch.tensor(rows), *found, *state_values(learn)]
 
@@ -99,9 +99,10 @@ def fit_on_ranks(rank):
     return fit('fsdp', **OPTIONS)
 
 
-def test_pairs_train_as_one_process_does():
+@pytest.mark.parametrize('n', [2, 4])
+def test_pairs_train_as_one_process_does(n):
     expected = fit()
-    for found in run_ranks(fit_on_ranks, 4):
+    for found in run_ranks(fit_on_ranks, n):
         assert [t.shape for t in found] == [t.shape for t in expected]
         assert max_difference(found, expected) < 1e-6
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from learnkit import DataLoaders, TensorLoader
-from learnkit.core.errors import DistributedError, EmptyLoaderError
+from learnkit.core.errors import DistributedError, EmptyLoaderError, OptionError
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import check_lengths, shard, shard_loaders
 from tests.helpers.positions import Items
@@ -74,6 +74,9 @@ def test_loaders_that_share_out_by_themselves_are_left_alone() -> None:
     assert shard(by_torch, 1, 2) is by_torch
     batches = BatchSampler(DistributedSampler(ds, num_replicas=2, rank=1), 4, False)
     assert shard(dl := DataLoader(ds, batch_sampler=batches), 1, 2) is dl
+    for rank, size in ((0, 2), (1, 4)):
+        with pytest.raises(OptionError, match=f'part {rank} of {size}'):
+            shard(by_torch, rank, size)
 
 
 def test_a_loader_with_less_than_a_round_is_refused() -> None:
