@@ -224,7 +224,7 @@ class Learner(Loop):
             default.append(CastToTensor)
         self.parts.own_names = frozenset(vars(self))
         self.add_cbs([*default, *as_list(cbs)])
-        if self.parts.callbacks.handle('after_create'):  # a fit fills the tables again
+        if self.parts.callbacks.has_handler('after_create'):  # a fit fills the tables again
             self('after_create')
 
     # -- training ----------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class GuardNonFinite(Callback):
     fp16 are handled by the scaler, which skips the step and lowers its scale. The loss is checked
     together with the gradients, so the host waits for the device once a step. It is checked before
     its backward pass, with a wait, if a step has several (accumulation, microbatches, SAM,
-    closures), in fp16, and with `grads=False`, which checks losses only.
+    closures), in fp16, after another callback has cancelled a batch or a step of the fit, and with
+    `grads=False`, which checks losses only.
 
     Checkpointed: `n_skipped`. Raises `OptionError` for an unknown policy.
 
@@ -188,9 +189,11 @@ class GuardNonFinite(Callback):
 
     def _undo_skipped(self) -> None:
         "Undo the effects of a skipped batch; SAM has restored the weights by now."
-        if self._is_skipping:
-            self._is_skipping = False
-            restore_buffers(self._buffers)
+        if not self._is_skipping:
+            self._waits_for_step = False  # another callback cancels: it may accumulate gradients
+            return
+        self._is_skipping = False
+        restore_buffers(self._buffers)
 
     def cleanup(self) -> None:
         "Drop the copies."

@@ -167,7 +167,7 @@ class CallbackSet:
             if method is not None:
                 method(*args)
 
-    def handle(self, event: str) -> bool:
+    def has_handler(self, event: str) -> bool:
         "Return True if a callback may have a handler of an event, without filling the tables."
         return any(declared(cb, event) or takes_every_event(type(cb)) for cb in self.items)
 

@@ -14,6 +14,7 @@ from learnkit import Callback, Learner
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.callbacks.sam import SAM
+from learnkit.core.errors import CancelBatchException
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Learner:
@@ -86,3 +87,22 @@ def test_gradients_are_looked_at_once_a_step() -> None:
 
     learner(GradientAccumulation(16), Counting(grads=True)).fit(1)
     assert looks == [3, 7]
+
+
+def test_a_callback_that_accumulates_by_itself_keeps_the_gradients_of_other_batches() -> None:
+    "As fastai's callback does: it cancels the batches before the step."
+
+    def accumulate(cb: Any) -> None:
+        if cb.iter % 4 != 3:
+            raise CancelBatchException
+
+    def spoil(cb: Any) -> None:
+        if cb.iter == 5:
+            cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+
+    guard = GuardNonFinite('skip')
+    accumulation = Callback(before_step=accumulate, order=guard.order - 1)
+    learn = learner(accumulation, guard, Callback(after_loss=spoil))
+    with pytest.warns(UserWarning, match='at batch 5'):
+        learn.fit(1)
+    assert guard.n_skipped == 1 and learn.opt.n_steps == 2
