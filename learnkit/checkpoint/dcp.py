@@ -54,7 +54,7 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     parts: Parts = {}
 
     def take(value: Any, key_path: tuple[Any, ...]) -> Any:
-        if is_dtensor(value) and not is_sharded(value):
+        if is_dtensor(value) and not list_shardings(value):
             return full_tensor(value)
         if is_dtensor(value):
             name = make_part_name(key_path)
@@ -162,11 +162,6 @@ class Writers:
 
         if dist.is_initialized():
             dist.destroy_process_group(self.world.control)
-
-
-def is_sharded(t: Any) -> bool:
-    "Return True if ranks have different parts of a DTensor."
-    return bool(list_shardings(t))
 
 
 # -- reading ---------------------------------------------------------------------------------------

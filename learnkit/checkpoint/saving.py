@@ -62,7 +62,6 @@ def save(
 
 def _write_weights(learn: Learner, path: Path, with_opt: bool | None) -> Path:
     "Write the current weights, and return the path."
-    check_has_values(learn.model)
     if path.suffix == SAFETENSORS:
         if with_opt:
             raise OptionError(

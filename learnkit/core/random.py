@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
 from learnkit.core.device import find_accelerator, find_used_accelerator
+from learnkit.core.plain import map_plain
 
 # attributes that torch itself gives to every module
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -274,11 +275,12 @@ def _name_kind(g: Any) -> str:
 def _to_tensors(state: Any) -> Any:
     "Copy a nested state of NumPy: arrays become tensors, and NumPy scalars Python numbers."
 
-    if isinstance(state, dict):
-        return {key: _to_tensors(value) for key, value in state.items()}
-    if not hasattr(state, 'dtype'):
-        return state
-    return torch.from_numpy(state.copy()) if state.ndim else state.item()
+    def convert(value: Any, where: str) -> Any:
+        if not hasattr(value, 'dtype'):
+            return value
+        return torch.from_numpy(value.copy()) if value.ndim else value.item()
+
+    return map_plain(state, convert)
 
 
 def _to_arrays(state: Any) -> Any:

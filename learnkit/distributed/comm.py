@@ -55,7 +55,7 @@ class Comm:
     # True if `join_ranks` created the default group, so that `leave` destroys it
     is_ours: bool = False
     is_broken: bool = False  # True after a run has failed, when ranks may be at different steps
-    # consecutive ranks that train together on the same samples: those of a group of tensor parallelism
+    # consecutive ranks that train on the same samples, as a group of tensor parallelism does
     copies: int = 1
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _maxima: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))

@@ -116,7 +116,9 @@ def take_shard(t: Tensor, template: Any) -> Tensor:
 def shard_rows(t: Any) -> tuple[slice, ...]:
     "Return the slices of a full tensor that are this rank's shard of a DTensor; of any other tensor, all of it."
     rows = [slice(0, n) for n in t.shape]
-    for i in list_shardings(t):
+    # `fully_shard` cuts the parts of a parallel layer once more, along a dimension with a `split_factor`
+    cuts = sorted(list_shardings(t), key=lambda i: hasattr(t.placements[i], 'split_factor'))
+    for i in cuts:
         dim = t.placements[i].dim
         start, stop = rows[dim].start, rows[dim].stop
         per_rank = -(-(stop - start) // t.device_mesh.size(i))
@@ -126,13 +128,9 @@ def shard_rows(t: Any) -> tuple[slice, ...]:
 
 
 def list_shardings(t: Any) -> list[int]:
-    """Return the dimensions of the mesh that a DTensor is sharded over, in the order in which they cut it.
-
-    `fully_shard` cuts the parts of a parallel layer once more, along the first dimension of the mesh, which
-    has a `split_factor`."""
+    "Return the dimensions of the mesh that a tensor is sharded over; none for one that is not sharded."
     placements = t.placements if is_dtensor(t) else ()
-    sharded = [i for i, placement in enumerate(placements) if hasattr(placement, 'dim')]
-    return sorted(sharded, key=lambda i: hasattr(placements[i], 'split_factor'))
+    return [i for i, placement in enumerate(placements) if hasattr(placement, 'dim')]
 
 
 def count_parts(t: Any) -> int:
@@ -140,7 +138,7 @@ def count_parts(t: Any) -> int:
     return prod(t.device_mesh.size(i) for i in list_shardings(t))
 
 
-def count_copies(t: Any) -> int:
+def count_replicas(t: Any) -> int:
     "Return the number of ranks that have the same shard of a DTensor; 0 for any other tensor."
     return torch.distributed.get_world_size() // count_parts(t) if is_dtensor(t) else 0
 
@@ -222,23 +220,23 @@ def find_reading_mesh(model: nn.Module) -> DeviceMesh | None:
 def unpack_shards(tensors: Iterable[Any]) -> tuple[list[Any], list[int]]:
     "Return this rank's shards, and the number of ranks that have each, 0 for a tensor that is not sharded."
     tensors = list(tensors)
-    return local_shards(tensors), list(map(count_copies, tensors))
+    return local_shards(tensors), list(map(count_replicas, tensors))
 
 
 def sum_of_parts(
     numbers: Tensor,  # one number per tensor, computed from this rank's shard
-    n_copies: list[int],  # ranks that have the same shard, as `unpack_shards` returns them
+    n_replicas: list[int],  # ranks that have the same shard, as `unpack_shards` returns them
     largest: bool = False,  # reduce by the maximum instead of the sum
 ) -> Tensor:
     "Reduce numbers of sharded tensors over ranks. All ranks must call it."
-    if not any(n_copies):
+    if not any(n_replicas):
         return numbers
     import torch.distributed as dist
 
-    copies = torch.tensor(n_copies, device=numbers.device)
-    total = numbers.clone() if largest else numbers / copies.clamp(min=1)
+    replicas = torch.tensor(n_replicas, device=numbers.device)
+    total = numbers.clone() if largest else numbers / replicas.clamp(min=1)
     dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    return torch.where(copies > 0, total, numbers)
+    return torch.where(replicas > 0, total, numbers)
 
 
 @torch.no_grad()
@@ -251,13 +249,13 @@ def total_norm(
     >>> total_norm([torch.tensor([3.]), torch.tensor([4.])])
     tensor(5.)
     """
-    shards, n_copies = unpack_shards(tensors)
-    if not any(n_copies):
+    shards, n_replicas = unpack_shards(tensors)
+    if not any(n_replicas):
         return nn.utils.get_total_norm(shards, norm_type)
     norms = torch.stack([_compute_norm(t, norm_type).to(shards[0].device) for t in shards])
     if norm_type == float('inf'):
-        return sum_of_parts(norms, n_copies, largest=True).max()
-    powers = sum_of_parts(norms.double() ** norm_type, n_copies)
+        return sum_of_parts(norms, n_replicas, largest=True).max()
+    powers = sum_of_parts(norms.double() ** norm_type, n_replicas)
     total = powers.sum() ** (1 / norm_type)
     return total.to(norms.dtype)
 

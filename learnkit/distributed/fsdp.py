@@ -124,7 +124,7 @@ class Sharded(Parallelism):
         self.original = original
         self._shapes = [p.shape for p in original.parameters()]
         self._handled = sys.exception()
-        fill(sharded, original, learn.world, self.weights)
+        fill(sharded, original, self._are_empty, learn.world, self.weights)
         replace_model(learn, sharded, state)
 
     def _collect_rest(self, learn: Learner) -> dict[str, Any] | None:

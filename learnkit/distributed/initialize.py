@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnkit.core.errors import ModelError, WeightsError
-from learnkit.core.model import is_on_meta
 from learnkit.core.random import preserved_rng
 from learnkit.distributed.comm import Comm
 from learnkit.distributed.dtensor import (
@@ -47,6 +46,7 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
 def fill(
     sharded: nn.Module,  # sharded model, with memory for its shards
     model: nn.Module,  # model of the same tensors; on some ranks, or on all, on the meta device
+    are_empty: list[bool],  # whether the model of each rank is on the meta device
     world: Comm,
     weights: str | Path | None,  # safetensors file, or folder of them; None: see below
 ) -> None:
@@ -60,7 +60,6 @@ def fill(
     targets = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
     if weights is not None:
         return _read(targets, Path(weights))
-    are_empty = world.gather(is_on_meta(model))
     sources = _initialize(model, world) if are_empty[0] else _move(model, world, any(are_empty))
     for name, value in sources:
         if name in targets:  # a tied parameter has one name

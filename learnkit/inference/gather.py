@@ -168,9 +168,9 @@ class GatherPredsCallback(BatchCollector):
             self.preds.append(map_tensors(preds, _release_storage))
         if self.gathers_targs:
             self.targets.append(targs)
-        # batches go to the ranks in turn
         if self._world.has_copied_data:
             return
+        # batches go to the ranks in turn
         number = str(self.learn.iter * self._world.data_size + self._world.data_rank)
         if self.save_preds is not None:
             save_plain(preds, self.save_preds / number)

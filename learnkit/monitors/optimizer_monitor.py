@@ -166,11 +166,11 @@ class _WatchedStep:
         named = {id(p): name for name, p in learn.model.named_parameters()}
         params = [p for p in learn.step_parameters if p.grad is not None]
         names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
-        shards, n_copies = unpack_shards(p.detach() for p in params)
+        shards, n_replicas = unpack_shards(p.detach() for p in params)
         self.opt = learn.opt
         self.keys = dict(zip(names, params, strict=True))  # keys of the optimizer's state
         self.params = dict(zip(names, shards, strict=True))
-        self.n_copies = dict(zip(names, n_copies, strict=True))
+        self.n_replicas = dict(zip(names, n_replicas, strict=True))
         self.grads = {name: local_shard(p.grad).detach() for name, p in self.keys.items()}
         self.before = {name: p.clone() for name, p in self.params.items()}
         self.sums = _sum_squares('grad', self.grads)  # now, as a step may overwrite its gradients
@@ -205,7 +205,7 @@ class _WatchedStep:
             return {}
         tensors = list(sums.values())
         stacked = torch.stack([t.to(tensors[0].device) for t in tensors])
-        stacked = sum_of_parts(stacked, [self.n_copies[name] for _, name in sums])
+        stacked = sum_of_parts(stacked, [self.n_replicas[name] for _, name in sums])
         return dict(zip(sums, stacked.tolist(), strict=True))
 
 

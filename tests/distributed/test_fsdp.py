@@ -23,7 +23,15 @@ from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.fsdp import check_can_be_sharded, find_units
 from learnkit.optim.optimizers import Adam, Lookahead, MuonAdamW
-from tests.helpers.fsdp import Block, Net, WithStatistics, learner, max_difference, state_values
+from tests.helpers.fsdp import (
+    Block,
+    Net,
+    WithStatistics,
+    Wrong,
+    learner,
+    max_difference,
+    state_values,
+)
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -163,12 +171,8 @@ def test_a_block_that_shares_weights_is_not_cut_on_its_own():
 def several_things(rank):
     "Run many small checks in one process group; return the failed ones."
     torch.distributed.init_process_group('gloo')
-    wrong = []
-
-    def check(name, holds):
-        if not holds:
-            wrong.append(name)
-
+    wrong = Wrong()
+    check = wrong.check
     for model in (Tied, WithStatistics):  # BatchNorm sees each process's own batches, in both
         a, b = (trained(strategy, model=model, n=40) for strategy in ('ddp', 'fsdp'))
         check(f'{model.__name__}: {max_difference(a[0], b[0])}', max_difference(a[0], b[0]) < 1e-5)
@@ -245,7 +249,7 @@ def several_things(rank):
         else:
             wrong.append(f'{name} not refused')
         check('nothing trained', max_difference(before, state_values(learn)) == 0)
-    return wrong
+    return [*wrong]
 
 
 def test_the_learner_has_its_own_model_back():

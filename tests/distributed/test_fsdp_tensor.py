@@ -23,7 +23,15 @@ from learnkit.distributed.callback import DistributedTraining
 from learnkit.distributed.dtensor import full_tensor, local_shard
 from learnkit.monitors import ActivationMonitor, ActivationStats
 from tests.distributed.test_fsdp import CASES, trained
-from tests.helpers.fsdp import Even, Net, divide_blocks, learner, max_difference, state_values
+from tests.helpers.fsdp import (
+    Even,
+    Net,
+    Wrong,
+    divide_blocks,
+    learner,
+    max_difference,
+    state_values,
+)
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -183,12 +191,8 @@ class Tied(Even):
 def several_things(rank, folder):
     "Run many small checks in one process group; return the failed ones."
     torch.distributed.init_process_group('gloo')
-    wrong = []
-
-    def check(name, holds):
-        if not holds:
-            wrong.append(name)
-
+    wrong = Wrong()
+    check = wrong.check
     with torch.device('meta'):
         empty = Even()
     learn, whole = learner(lambda: empty), Even().to_empty(device='cpu')
@@ -252,7 +256,7 @@ def several_things(rank, folder):
             learn.distributed('fsdp', **OPTIONS),
         ):
             pass
-    return wrong
+    return [*wrong]
 
 
 def test_what_pairs_do_and_refuse(tmp_path):

@@ -44,6 +44,14 @@ def learner(model=Net, n=33, **kwargs):
     return Learner(dls, model(), **options)
 
 
+class Wrong(list[str]):
+    "Names of the checks that have failed in a process, as it returns them."
+
+    def check(self, name, holds):
+        if not holds:
+            self.append(name)
+
+
 def state_values(learn):
     return [t.detach().clone() for t in learn.model.state_dict().values()]
 
