@@ -24,6 +24,7 @@ from learnkit.core.model import model_device
 from learnkit.core.validation import warn_user
 from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.engine.callback import Callback
+from learnkit.engine.checks import contains_activation
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -46,6 +47,10 @@ class MixedPrecision(Callback):
     and prediction. Half-precision predictions are converted to float32 before the loss, also inside
     tuples and dicts: losses, metrics and callbacks of order 10 or more get float32.
     Autocast ends after the loss, also after an error.
+
+    In training, predictions for torch's cross-entropy and those of a model with its own loss are
+    converted after the backward pass instead. Cross-entropy converts scores while it reads them, and
+    a second copy of the scores of a large vocabulary would be the largest tensor of a step.
 
     Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass
     (`loss_grad`; the reported `loss` never is) and the gradients are divided by it before they are
@@ -131,7 +136,23 @@ class MixedPrecision(Callback):
         return model_device(self.learn.model, self.learn.dls)
 
     def after_pred(self) -> None:
+        if not self._converts_later():
+            self._convert()
+
+    def after_backward(self) -> None:
+        self._convert()
+
+    def _convert(self) -> None:
         self.learn.pred = map_tensors(self.learn.pred, to_single)
+
+    def _converts_later(self) -> bool:
+        "Return True if the loss of a training batch needs no predictions in float32."
+        learn = self.learn
+        parts = learn.parts
+        # in a loop of one's own, or a model's `loss(outputs, batch)`, anything may follow
+        if not learn.training or parts.own_loop.calls_modules or parts.whole_batches is not None:
+            return False
+        return learn.loss_func is None or contains_activation(learn.loss_func) == 'softmax'
 
     def after_loss(self) -> None:
         "Convert a loss in half precision, such as a model's own, to float32."

@@ -344,6 +344,8 @@ def test_the_first_step_is_not_compiled_and_bad_options_are_refused_at_once() ->
 #  CUDA
 
 
+# torch captures an empty graph first
+@pytest.mark.filterwarnings('ignore:The CUDA Graph is empty')
 @pytest.mark.cuda
 @pytest.mark.parametrize('opt_func', [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
 def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import Callback, Learner
+from learnkit import Callback, CrossEntropyLossFlat, DataLoaders, Learner
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from tests.helpers.comparing import same
 from tests.helpers.compiling import needs_whole_step
@@ -109,6 +110,56 @@ def test_the_model_gives_half_and_what_comes_after_sees_float32(
     learner(MixedPrecision(mode), first, later, loss_func=loss_func, metrics=metric).fit(1)
     assert first.types == {dtype} and later.types == {torch.float32}
     assert types == {torch.float32, dtype}
+
+
+class SeenByEvent(Callback):
+    "Record the dtypes of the predictions by event."
+
+    order = 11
+
+    def __init__(self) -> None:
+        self.types: dict[str, Any] = {}
+
+    def run_event(self, event: str) -> None:
+        pred = getattr(self.learn, 'pred', None)
+        if isinstance(pred, dict):
+            pred = pred['logits']
+        if pred is not None:
+            self.types[f'{self.learn.phase} {event}'] = pred.dtype
+
+
+@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), CrossEntropyLossFlat(), None])
+def test_cross_entropy_gets_the_scores_as_they_are_and_what_comes_after_sees_float32(
+    loss_func: Any,
+) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+            logits = self.layer(x)
+            return logits if y is None else {'loss': F.cross_entropy(logits, y), 'logits': logits}
+
+    seen = SeenByEvent()
+    dls = DataLoaders(data(), data(2, seed=2), n_inp=2 if loss_func is None else 1)
+    cbs = [MixedPrecision('bf16'), seen]
+    learn = Learner(dls, Scores(), loss_func, cbs=cbs, opt_func=torch.optim.SGD, lr=0.1)
+    learn.logger = noop
+    model = copy.deepcopy(learn.model)
+    learn.fit(1)
+    half = {event for event, dtype in seen.types.items() if dtype == torch.bfloat16}
+    assert half == {f'train {event}' for event in ('after_pred', 'after_loss', 'before_backward')}
+    assert seen.types['train after_batch'] == seen.types['valid after_pred'] == torch.float32
+
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data():
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert same(state(learn.model), state(model))
 
 
 class OwnLoss(nn.Module):
