@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -20,11 +21,11 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
-from learnkit.core.model import model_device
+from learnkit.core.model import model_device, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.engine.callback import Callback
-from learnkit.engine.checks import contains_activation
+from learnkit.losses import CrossEntropyLossFlat
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -38,6 +39,7 @@ class AMPMode(StrEnum):
 
 
 DTYPES = {AMPMode.FP16: torch.float16, AMPMode.BF16: torch.bfloat16}
+CROSS_ENTROPIES = nn.CrossEntropyLoss, CrossEntropyLossFlat
 
 
 class MixedPrecision(Callback):
@@ -140,7 +142,10 @@ class MixedPrecision(Callback):
             self._convert()
 
     def after_backward(self) -> None:
-        self._convert()
+        if (
+            'pred' in self.learn.__dict__
+        ):  # not in a loop of one's own that calls the model directly
+            self._convert()
 
     def _convert(self) -> None:
         self.learn.pred = map_tensors(self.learn.pred, to_single)
@@ -152,7 +157,9 @@ class MixedPrecision(Callback):
         # in a loop of one's own, or a model's `loss(outputs, batch)`, anything may follow
         if not learn.training or parts.own_loop.calls_modules or parts.whole_batches is not None:
             return False
-        return learn.loss_func is None or contains_activation(learn.loss_func) == 'softmax'
+        loss_func = unwrap_partial(learn.loss_func)
+        is_torchs = loss_func is F.cross_entropy or type(loss_func) in CROSS_ENTROPIES
+        return is_torchs or loss_func is None
 
     def after_loss(self) -> None:
         "Convert a loss in half precision, such as a model's own, to float32."

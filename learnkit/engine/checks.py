@@ -108,7 +108,7 @@ def warn_of_activation(learn: Learner) -> None:
     if not kind:
         return
     is_last = isinstance(last, layers[kind])
-    if is_last or (kind == 'softmax' and _are_probabilities(learn.pred)):
+    if is_last or (kind == 'softmax' and _are_probabilities(vars(learn).get('pred'))):
         warn_user(
             f'The model ends with a {kind}, and the loss function {name_of(learn.loss_func)} contains another one, '
             f'which makes gradients far too small. Leave the {kind} out of the model: `get_preds` returns '
@@ -130,10 +130,12 @@ def check_metrics(learn: Learner, train: list[Metric], valid: list[Metric]) -> d
     """Try the metrics on the current training batch; return the values of metric functions by name.
 
     Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
-    that fails is therefore tried again on a validation batch, and accepted if no batch is available. Raises
-    `MetricError`.
+    that fails is therefore tried again on a validation batch, and accepted if no batch is available. A training loop of
+    one's own may have no predictions yet; then no metric is tried. Raises `MetricError`.
     """
     values: dict[str, Any] = {}
+    if 'pred' not in vars(learn):
+        return values
     with preserved_rng():
         for m in train:
             values[m.name] = _try_metric(m, learn)

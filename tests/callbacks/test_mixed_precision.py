@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import Callback, CrossEntropyLossFlat, DataLoaders, Learner
+from learnkit import Callback, CrossEntropyLossFlat, DataLoaders, Learner, accuracy
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from tests.helpers.comparing import same
 from tests.helpers.compiling import needs_whole_step
@@ -160,6 +160,36 @@ def test_cross_entropy_gets_the_scores_as_they_are_and_what_comes_after_sees_flo
         opt.step()
         opt.zero_grad()
     assert same(state(learn.model), state(model))
+
+
+class Penalized(nn.CrossEntropyLoss):
+    "Cross-entropy with a term of the user's own, which half precision would round."
+
+    def forward(self, pred: Tensor, y: Tensor) -> Tensor:
+        assert pred.dtype == torch.float32
+        return super().forward(pred, y) + pred.square().mean()
+
+
+def test_a_loss_that_extends_torchs_gets_float32() -> None:
+    learn = learner(MixedPrecision('bf16'), loss_func=Penalized())
+    learn.fit(1)
+    assert learn.train_iter == 4
+
+
+class CallsTheModel(Learner):
+    "Trains without `self.forward`, so that no prediction is there after the backward pass."
+
+    def train_batch(self) -> None:
+        self.optimize(F.cross_entropy(self.model(self.x), self.y))
+
+
+def test_a_loop_that_calls_the_model_itself_trains_too() -> None:
+    dls = DataLoaders(data(), data(2, seed=2))
+    learn = CallsTheModel(dls, net(), nn.CrossEntropyLoss(), cbs=MixedPrecision, metrics=accuracy)
+    learn.logger = noop
+    with pytest.warns(UserWarning, match='MixedPrecision waits for after_pred'):
+        learn.fit(1)
+    assert learn.train_iter == 4 and learn.history[0]['accuracy'] == learn.validate()[1]
 
 
 class OwnLoss(nn.Module):
