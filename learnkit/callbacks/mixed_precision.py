@@ -25,7 +25,7 @@ from learnkit.core.model import model_device, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.engine.callback import Callback
-from learnkit.losses import CrossEntropyLossFlat
+from learnkit.engine.checks import CROSS_ENTROPIES
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -39,7 +39,6 @@ class AMPMode(StrEnum):
 
 
 DTYPES = {AMPMode.FP16: torch.float16, AMPMode.BF16: torch.bfloat16}
-CROSS_ENTROPIES = nn.CrossEntropyLoss, CrossEntropyLossFlat
 
 
 class MixedPrecision(Callback):
@@ -50,9 +49,8 @@ class MixedPrecision(Callback):
     tuples and dicts: losses, metrics and callbacks of order 10 or more get float32.
     Autocast ends after the loss, also after an error.
 
-    In training, predictions for torch's cross-entropy and those of a model with its own loss are
-    converted after the backward pass instead. Cross-entropy converts scores while it reads them, and
-    a second copy of the scores of a large vocabulary would be the largest tensor of a step.
+    In training, torch's cross-entropy gets the scores in half precision and converts them while it
+    reads them, which is faster and takes less memory. Callbacks get float32 from `after_loss` on.
 
     Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass
     (`loss_grad`; the reported `loss` never is) and the gradients are divided by it before they are
@@ -81,6 +79,7 @@ class MixedPrecision(Callback):
     """
 
     order = 10
+    runs_first = ('after_loss',)  # what others add to the loss is computed in float32
     runs_last = ('before_backward',)  # terms that others add to the loss are scaled too
 
     def __init__(
@@ -138,33 +137,27 @@ class MixedPrecision(Callback):
         return model_device(self.learn.model, self.learn.dls)
 
     def after_pred(self) -> None:
-        if not self._converts_later():
-            self._convert()
+        if not self._loss_converts():
+            self.learn.pred = map_tensors(self.learn.pred, to_single)
 
-    def after_backward(self) -> None:
-        if (
-            'pred' in self.learn.__dict__
-        ):  # not in a loop of one's own that calls the model directly
-            self._convert()
-
-    def _convert(self) -> None:
-        self.learn.pred = map_tensors(self.learn.pred, to_single)
-
-    def _converts_later(self) -> bool:
-        "Return True if the loss of a training batch needs no predictions in float32."
+    def _loss_converts(self) -> bool:
+        "Return True if the predictions are the scores of torch's cross-entropy in a training batch."
         learn = self.learn
-        parts = learn.parts
-        # in a loop of one's own, or a model's `loss(outputs, batch)`, anything may follow
-        if not learn.training or parts.own_loop.calls_modules or parts.whole_batches is not None:
+        # `learn.forward` of a training loop of one's own may be followed by any loss
+        if not learn.training or learn.parts.own_loop.calls_modules:
             return False
         loss_func = unwrap_partial(learn.loss_func)
         is_torchs = loss_func is F.cross_entropy or type(loss_func) in CROSS_ENTROPIES
-        return is_torchs or loss_func is None
+        return is_torchs and isinstance(learn.pred, Tensor)
 
     def after_loss(self) -> None:
-        "Convert a loss in half precision, such as a model's own, to float32."
-        learn = self.learn  # without targets there is no `loss_grad`
-        if 'loss_grad' in learn.__dict__ and learn.loss.dtype in DTYPES.values():
+        "Convert scores, and a loss in half precision such as a model's own, to float32."
+        learn = self.learn
+        values = vars(learn)  # a training loop of one's own may have no `pred`
+        if 'pred' in values:
+            learn.pred = map_tensors(learn.pred, to_single)
+        # without targets there is no `loss_grad`
+        if 'loss_grad' in values and learn.loss.dtype in DTYPES.values():
             learn.loss = learn.loss.float()
             learn.loss_grad = learn.loss_grad.float()
 

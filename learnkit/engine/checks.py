@@ -29,7 +29,7 @@ from learnkit.metrics.base import Metric
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-_CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
+CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
 
 LARGE_RATE = 8  # a whole number this large is probably not a learning rate
@@ -91,7 +91,7 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
 def contains_activation(loss_func: Any) -> str:
     "Return 'softmax' or 'sigmoid' if a loss function of logits contains one, else an empty string."
     loss_func = unwrap_partial(loss_func)
-    if isinstance(loss_func, _CROSS_ENTROPIES) or loss_func is functional.cross_entropy:
+    if isinstance(loss_func, CROSS_ENTROPIES) or loss_func is functional.cross_entropy:
         return 'softmax'
     is_binary = loss_func is functional.binary_cross_entropy_with_logits
     return 'sigmoid' if is_binary or isinstance(loss_func, _BINARY) else ''

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import Callback, CrossEntropyLossFlat, DataLoaders, Learner, accuracy
+from learnkit import (
+    Callback,
+    CrossEntropyLossFlat,
+    DataLoaders,
+    Learner,
+    Recorder,
+    TrainEvalCallback,
+    accuracy,
+)
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from tests.helpers.comparing import same
 from tests.helpers.compiling import needs_whole_step
@@ -115,44 +123,30 @@ def test_the_model_gives_half_and_what_comes_after_sees_float32(
 class SeenByEvent(Callback):
     "Record the dtypes of the predictions by event."
 
-    order = 11
-
-    def __init__(self) -> None:
+    def __init__(self, order: float) -> None:
+        self.order = order
         self.types: dict[str, Any] = {}
 
     def run_event(self, event: str) -> None:
         pred = getattr(self.learn, 'pred', None)
-        if isinstance(pred, dict):
-            pred = pred['logits']
         if pred is not None:
             self.types[f'{self.learn.phase} {event}'] = pred.dtype
 
 
-@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), CrossEntropyLossFlat(), None])
+@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), CrossEntropyLossFlat()])
 def test_cross_entropy_gets_the_scores_as_they_are_and_what_comes_after_sees_float32(
     loss_func: Any,
 ) -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-            logits = self.layer(x)
-            return logits if y is None else {'loss': F.cross_entropy(logits, y), 'logits': logits}
-
-    seen = SeenByEvent()
-    dls = DataLoaders(data(), data(2, seed=2), n_inp=2 if loss_func is None else 1)
-    cbs = [MixedPrecision('bf16'), seen]
-    learn = Learner(dls, Scores(), loss_func, cbs=cbs, opt_func=torch.optim.SGD, lr=0.1)
-    learn.logger = noop
+    seen, first = SeenByEvent(11), SeenByEvent(0)
+    learn = learner(MixedPrecision('bf16'), seen, first, loss_func=loss_func)
     model = copy.deepcopy(learn.model)
     learn.fit(1)
     half = {event for event, dtype in seen.types.items() if dtype == torch.bfloat16}
-    assert half == {f'train {event}' for event in ('after_pred', 'after_loss', 'before_backward')}
-    assert seen.types['train after_batch'] == seen.types['valid after_pred'] == torch.float32
+    assert half == {'train after_pred'}
+    assert seen.types['train after_loss'] == seen.types['valid after_pred'] == torch.float32
+    assert first.types['train after_loss'] == torch.float32
 
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, y in data():
         with torch.autocast('cpu', dtype=torch.bfloat16):
             loss = F.cross_entropy(model(x), y)
@@ -160,6 +154,18 @@ def test_cross_entropy_gets_the_scores_as_they_are_and_what_comes_after_sees_flo
         opt.step()
         opt.zero_grad()
     assert same(state(learn.model), state(model))
+
+
+@pytest.mark.parametrize('microbatch', [None, 4])
+def test_metrics_of_training_batches_get_float32(microbatch: int | None) -> None:
+    def metric(pred: Tensor, y: Tensor) -> float:
+        types.add(pred.dtype)
+        return float((pred.detach().numpy().argmax(1) == y.numpy()).mean())
+
+    types: set[torch.dtype] = set()
+    cbs = [TrainEvalCallback, Recorder(train_metrics=True), MixedPrecision('bf16')]
+    learner(*cbs, metrics=metric, default_cbs=False, microbatch=microbatch).fit(1)
+    assert types == {torch.float32}
 
 
 class Penalized(nn.CrossEntropyLoss):
@@ -177,7 +183,7 @@ def test_a_loss_that_extends_torchs_gets_float32() -> None:
 
 
 class CallsTheModel(Learner):
-    "Trains without `self.forward`, so that no prediction is there after the backward pass."
+    "Trains without `self.forward`, so that no prediction is there."
 
     def train_batch(self) -> None:
         self.optimize(F.cross_entropy(self.model(self.x), self.y))
