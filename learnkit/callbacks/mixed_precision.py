@@ -143,7 +143,7 @@ class MixedPrecision(Callback):
     def _loss_converts(self) -> bool:
         "Return True if the predictions are the scores of torch's cross-entropy in a training batch."
         learn = self.learn
-        # `learn.forward` of a training loop of one's own may be followed by any loss
+        # a custom training loop may compute any loss after `learn.forward`
         if not learn.training or learn.parts.own_loop.calls_modules:
             return False
         loss_func = unwrap_partial(learn.loss_func)
@@ -153,7 +153,7 @@ class MixedPrecision(Callback):
     def after_loss(self) -> None:
         "Convert scores, and a loss in half precision such as a model's own, to float32."
         learn = self.learn
-        values = vars(learn)  # a training loop of one's own may have no `pred`
+        values = vars(learn)  # a custom training loop may have no `pred`
         if 'pred' in values:
             learn.pred = map_tensors(learn.pred, to_single)
         # without targets there is no `loss_grad`

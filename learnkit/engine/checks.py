@@ -130,8 +130,8 @@ def check_metrics(learn: Learner, train: list[Metric], valid: list[Metric]) -> d
     """Try the metrics on the current training batch; return the values of metric functions by name.
 
     Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
-    that fails is therefore tried again on a validation batch, and accepted if no batch is available. A training loop of
-    one's own may have no predictions yet; then no metric is tried. Raises `MetricError`.
+    that fails is therefore tried again on a validation batch, and accepted if no batch is available. A custom
+    training loop may have no predictions yet; then no metric is tried. Raises `MetricError`.
     """
     values: dict[str, Any] = {}
     if 'pred' not in vars(learn):
