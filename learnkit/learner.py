@@ -133,11 +133,12 @@ class Learner(Loop):
 
     An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
     hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`.
-    Norm layers and biases are excluded from weight decay for the optimizers with fastai's names
-    (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight
-    decay applies to them too. If `loss_func` is a module, its parameters that require gradients are
-    trained with the last group. `OptimWrapper` describes optimizers that need a closure or that
-    switch between training and evaluation.
+    Parameters of at most one dimension, those named as a bias and those of torch's norm layers are
+    excluded from weight decay for the optimizers with fastai's names (`Adam`, `SGD`), and for every
+    optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight decay applies to them too. If
+    `loss_func` is a module, its parameters that require gradients are trained with the last group.
+    `OptimWrapper` describes optimizers that need a closure or that switch between training and
+    evaluation.
 
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
@@ -173,7 +174,7 @@ class Learner(Loop):
         path: str | Path | None = None,  # folder for files; None: `dls.path`
         model_dir: str | Path = 'models',  # folder for weights, below `path`
         wd: float | None = None,  # weight decay; None: the default of `opt_func`
-        wd_bn_bias: bool | None = None,  # weight decay of norm layers and biases; None: see below
+        wd_bn_bias: bool | None = None,  # weight decay of norms and biases, as above
         train_bn: bool = True,  # whether norm layers of frozen groups are trained
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),  # momentum for schedules
         default_cbs: bool = True,  # add `defaults.callbacks`, and `CastToTensor` for fastai's data

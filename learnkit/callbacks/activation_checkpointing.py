@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from learnkit.core.errors import ModelError
+from learnkit.core.model import BufferCopy, EarlierBuffers, copy_buffers
 from learnkit.engine.callback import Callback
 
 __all__ = ['ActivationCheckpointing']
@@ -22,10 +24,11 @@ class ActivationCheckpointing(Callback):
 
     That takes the memory of one module's activations at a time, for the time of another forward
     pass. Weights, losses and dropout masks are those of training without it: the random generators
-    are restored for the second run. It works with all strategies of `learn.distributed`. No state.
+    are restored for the second run, which starts with the buffers of the first one and leaves no
+    trace in them: running statistics are updated once. It works with all strategies of
+    `learn.distributed`. No state.
 
-    Raises `ModelError` for a model without such modules, and for modules with running statistics,
-    which the second run would update again.
+    Raises `ModelError` for a model without such modules.
 
     Source: Chen et al., 2016, by `torch.utils.checkpoint`.
 
@@ -49,7 +52,7 @@ class ActivationCheckpointing(Callback):
             return
         for module in self._select():
             self._wrapped.append((module, vars(module).get('forward')))
-            module.forward = partial(run_twice, module.forward)
+            module.forward = partial(run_twice, module, module.forward)
 
     def cleanup(self) -> None:
         while self._wrapped:
@@ -71,18 +74,24 @@ class ActivationCheckpointing(Callback):
             raise ModelError(
                 f'{self}: {type(model).__name__} has no such modules. Give their class, `modules=Block`.'
             )
-        for m in found:
-            for child in m.modules():
-                if getattr(child, 'track_running_stats', False):
-                    raise ModelError(
-                        f'{self}: {type(m).__name__} has running statistics ({type(child).__name__}), which '
-                        'the second run would update again. Select modules without.'
-                    )
         return found
 
 
-def run_twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    "Run a module without keeping its activations, if a backward pass will follow."
+def run_twice(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module without keeping its activations, if a backward pass will follow.
+
+    The second run has the buffers from before the first one. A compiled model needs no copies: its graph changes
+    buffers once.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    copies = [] if torch.compiler.is_compiling() else copy_buffers(module)
+    if not copies:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = partial(make_contexts, copies)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def make_contexts(copies: list[BufferCopy]) -> tuple[Any, Any]:
+    "Return the contexts of the first and of the second run of a module."
+    return nullcontext(), EarlierBuffers(copies)

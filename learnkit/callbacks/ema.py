@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 from learnkit.callbacks.training import bad_option
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.model import has_lazy_tensors
+from learnkit.core.roles import find_averaged, matches
 from learnkit.core.time import Time
 from learnkit.core.validation import is_number
 from learnkit.distributed.dtensor import distribute_like, local_shards
@@ -28,9 +29,10 @@ class EMA(Callback):
 
     After each step `average = decay * average + (1 - decay) * weights` (Polyak and Juditsky, 1992,
     with exponential weights). Only optimizer steps count, not accumulated batches or steps that
-    mixed precision skips. Averaged are all trainable parameters (tied ones once) and all
-    floating-point buffers in the state dict, such as running statistics, except buffers with
-    infinite entries, such as masks. Half-precision weights are averaged in single precision.
+    mixed precision skips. Averaged are all trainable parameters (tied ones once), the running
+    statistics of batch and instance norm layers, and the floating-point buffers that `buffers`
+    names. All other buffers, such as counters, masks and the vectors of `spectral_norm`, keep their
+    current values. Half-precision weights are averaged in single precision.
 
     With a constant decay of 0.999 the average of a few hundred steps would mostly be the initial
     weights. So the decay warms up: the first update copies the weights, and after t updates the
@@ -48,8 +50,8 @@ class EMA(Callback):
 
     Checkpointed: the averages by name, and the numbers of steps and updates.
 
-    Raises `OptionError` for invalid options and for a second EMA in the Learner, and `WeightsError`
-    if a loaded average does not match the model.
+    Raises `OptionError` for invalid options, for `buffers` that the model lacks, and for a second EMA
+    in the Learner, and `WeightsError` if a loaded average does not match the model.
 
     >>> EMA(half_life='1000st').decay
     0.9993070929904525
@@ -64,8 +66,12 @@ class EMA(Callback):
         start: str | int | Time = 0,  # time of the first average: number of steps, '2ep', '0.5dur'
         every: str | int | Time = 1,  # number of steps between updates
         warmup: float | None = 2 / 3,  # power: decay of update t is at most 1 - (1+t)^-warmup
+        *,
+        buffers: str
+        | Sequence[str] = (),  # names or patterns of buffers to average, such as '*.codebook'
     ) -> None:
         self.every = steps_of(self, every=every)
+        self.buffers = (buffers,) if isinstance(buffers, str) else tuple(buffers)
         self.warmup = warmup
         if half_life is not None:
             decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
@@ -103,6 +109,18 @@ class EMA(Callback):
         others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
         if others:
             raise OptionError(f'{others[0]!r} averages this model already.')
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        "Raise `OptionError` if a name or pattern of `buffers` selects nothing."
+        named = self.learn.model.named_buffers()
+        names = [name for name, t in named if t.is_floating_point()]
+        for pattern in self.buffers:
+            if not any(matches(name, [pattern]) for name in names):
+                raise OptionError(
+                    f'EMA(buffers={pattern!r}): {type(self.learn.model).__name__} has no such floating-point buffer, '
+                    f'but {", ".join(names) or "none at all"}.'
+                )
 
     def before_load(self) -> None:
         self._restore_weights()  # otherwise they would overwrite the loaded weights later
@@ -133,6 +151,8 @@ class EMA(Callback):
 
     def update(self) -> None:
         "Move the average towards the current weights."
+        if self.buffers:
+            self._link()  # `forward` may have replaced them
         decay = self.decay
         if self.warmup is not None:
             decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
@@ -152,10 +172,11 @@ class EMA(Callback):
         owners = {}
         tensors = {}
         averages = {}
+        averaged = find_averaged(model, self.buffers)
         for name, t in find_tensors(model).items():
             owner = model.get_submodule(name.rpartition('.')[0])
             is_known = name in known and known[name] in (owner, None)
-            if is_known or is_averaged(t):
+            if is_known or name in averaged:
                 owners[name] = owner
                 tensors[name] = t
                 averages[name] = start_average(t, self._averages.get(name) if is_known else None)
@@ -257,17 +278,8 @@ def copy_values(tensors: list[Tensor], values: list[Tensor]) -> None:
 
 
 def find_tensors(model: nn.Module) -> dict[str, Tensor]:
-    "Return the parameters and the buffers in the state dict by name, each tensor once."
-    saved = model.state_dict().keys()
-    buffers = {name: t for name, t in model.named_buffers() if name in saved}
-    return {**dict(model.named_parameters()), **buffers}
-
-
-def is_averaged(t: Tensor) -> bool:
-    "Return True for trainable parameters and for finite floating-point buffers."
-    if isinstance(t, nn.Parameter):
-        return t.requires_grad
-    return t.is_floating_point() and bool(t.isfinite().all())
+    "Return the parameters and buffers of a model by name, each tensor once."
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def start_average(t: Tensor, average: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
-from learnkit.core.validation import is_number
+from learnkit.core.roles import find_frozen_norms
+from learnkit.core.validation import is_number, warn_user
 from learnkit.distributed.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
-
-NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 __all__ = [
     'GradientClip',
@@ -216,11 +215,15 @@ class ChannelsLast(Callback):
 
 
 class BnFreeze(Callback):
-    """Keep frozen batch norm layers in evaluation mode while the rest of the model trains.
+    """Keep frozen norm layers in evaluation mode while the rest of the model trains.
 
-    A layer is frozen if it has parameters and none requires a gradient. Its running statistics then
-    stay constant. Frozen layers are found before each epoch, so that layers may be frozen and
-    unfrozen between epochs. Checkpointed: the names of the frozen layers.
+    The running statistics of frozen batch and instance norm layers then stay constant. A layer is
+    frozen if it has parameters and none requires a gradient; a layer without parameters follows the
+    nearest module before it in its `nn.Sequential`, or else its parent. Frozen layers are found
+    before each epoch, so that layers may be frozen and unfrozen between epochs. `learn.freeze()`
+    freezes norm layers with `Learner(train_bn=False)`; otherwise they train on. A fit that finds no
+    frozen layer warns, unless an earlier one has found some. Checkpointed: the names of the frozen
+    layers.
 
     >>> BnFreeze.run_after
     'TrainEvalCallback'
@@ -230,6 +233,10 @@ class BnFreeze(Callback):
 
     def __init__(self) -> None:
         self._frozen: list[nn.Module] = []
+        self._is_checked = False  # frozen layers were found, or a warning was issued
+
+    def before_fit(self) -> None:
+        self._is_checked = self._is_checked or self.learn.resumed
 
     def before_train(self) -> None:
         unfrozen = self._frozen
@@ -238,6 +245,12 @@ class BnFreeze(Callback):
             m.train()
         for m in self._frozen:
             m.eval()
+        if not self._frozen and not self._is_checked:
+            warn_user(
+                'BnFreeze found no frozen norm layer with running statistics. `learn.freeze()` trains norm layers '
+                'on, unless the Learner has `train_bn=False`.'
+            )
+        self._is_checked = True
 
     def cleanup(self) -> None:
         for m in self._frozen:
@@ -258,16 +271,6 @@ class BnFreeze(Callback):
             return
         named = dict(bare_model(self.learn.model).named_modules())
         self._frozen = [named[name] for name in sd['frozen'] if name in named]
-
-
-def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
-    "Yield the batch norm layers that have parameters, none of which requires a gradient."
-    for m in model.modules():
-        if not isinstance(m, NORMS):
-            continue
-        params = list(m.parameters())
-        if params and not any(p.requires_grad for p in params):
-            yield m
 
 
 # -- epochs ----------------------------------------------------------------------------------------

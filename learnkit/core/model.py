@@ -162,6 +162,31 @@ def restore_buffers(
         setattr(module, key, buffer)
 
 
+class EarlierBuffers:
+    """Context in which a model has the buffers of `copies`; changes of buffers within the context end with it.
+
+    No current tensor is written: copies take the place of the buffers. The context may be entered again.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> with EarlierBuffers(copy_buffers(norm)): _ = norm(torch.tensor([[0.], [2.]]))
+    >>> norm.running_mean
+    tensor([0.])
+    """
+
+    def __init__(self, copies: list[BufferCopy]) -> None:
+        self.copies = copies
+
+    def __enter__(self) -> None:
+        self.current = [(module, key, getattr(module, key)) for module, key, *_ in self.copies]
+        for module, key, _, value in self.copies:
+            setattr(module, key, value.clone())
+
+    def __exit__(self, *exc_info: object) -> None:
+        for module, key, buffer in self.current:
+            setattr(module, key, buffer)
+        self.current = []
+
+
 def name_of(f: Any) -> str:
     "Return the name of a function, or the class name of another object."
     return getattr(f, '__name__', None) or type(f).__name__

@@ -20,9 +20,9 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
+from learnkit.core.roles import BATCH_NORMS
 from learnkit.engine.loss import release_loss
 from learnkit.engine.run import clear_pass
-from learnkit.optim.hyperparams import BATCH_NORMS
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

@@ -22,6 +22,7 @@ from torch import nn
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
 from learnkit.core.model import bare_model, unwrap_partial
+from learnkit.core.roles import norm_bias_params
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     SPLIT,
@@ -29,7 +30,6 @@ from learnkit.optim.hyperparams import (
     check_maker,
     iterate_params,
     list_values,
-    norm_bias_params,
 )
 from learnkit.optim.wrapper import OptimWrapper
 

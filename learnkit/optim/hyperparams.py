@@ -16,6 +16,7 @@ from torch import nn
 
 from learnkit.core.errors import OptimizerError
 from learnkit.core.model import unwrap_partial
+from learnkit.core.roles import norm_bias_params as norm_bias_params
 from learnkit.distributed.dtensor import local_shard
 
 # where torch's param group has a hyperparameter: a key, and an index if its value is a tuple
@@ -189,17 +190,6 @@ def spread(values: slice, n: int) -> list[float]:
 
 # -- parameters ------------------------------------------------------------------------------------
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS = (
-    *BATCH_NORMS,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
 SPLIT = ' Groups come from the `splitter`: `lambda m: [params(m.body), params(m.head)]`.'
 
 
@@ -220,19 +210,6 @@ def params(m: nn.Module) -> list[nn.Parameter]:
     ([2, 2], 4)
     """
     return list(m.parameters())
-
-
-def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parameter]:
-    "Return the parameters of normalization layers and, with `with_bias`, the biases of all other layers."
-    found = {}
-    for m in model.modules():
-        is_norm = isinstance(m, NORMS)
-        if not (is_norm or with_bias):
-            continue
-        for name, p in m.named_parameters(recurse=False):
-            if is_norm or name.startswith('bias'):
-                found[id(p)] = p
-    return list(found.values())
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:

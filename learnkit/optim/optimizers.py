@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from learnkit.core.errors import OptimizerError
 from learnkit.core.optional import import_library
-from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
+from learnkit.core.roles import NORMS, is_bias
+from learnkit.optim.hyperparams import as_groups, can_fuse, iterate_params
 from learnkit.optim.wrapper import OptimWrapper
 
 
@@ -355,6 +356,10 @@ def _split_hidden(
     return parts, slots
 
 
+def is_matrix(p: nn.Parameter) -> bool:
+    return p.ndim == 2 and p.is_floating_point()
+
+
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the matrices of the layers between the embeddings and the head, for which Muon is intended.
 
@@ -368,7 +373,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     embedded: set[nn.Parameter] = set()
     own: list[nn.Parameter] = []
     for m in model.modules():
-        matrices = [p for p in m.parameters(recurse=False) if p.ndim == 2 and p.is_floating_point()]
+        named = m.named_parameters(recurse=False)
+        matrices = [p for name, p in named if is_matrix(p) and not is_bias(name)]
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             embedded.update(matrices)
         elif matrices and not isinstance(m, NORMS):

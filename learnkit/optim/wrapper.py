@@ -24,13 +24,12 @@ from learnkit.optim.hyperparams import (
     find_group_key,
     list_values,
     match_strides,
-    norm_bias_params,
     torch_names,
     trainable_params,
 )
 from learnkit.optim.state import find_differences, load_state
 
-__all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
+__all__ = ['OptimWrapper', 'trainable_params']
 
 OWN_MODULES = ('torch.optim.', 'learnkit.optim.')  # modules of classes with torch's `step`
 

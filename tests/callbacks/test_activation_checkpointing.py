@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 from learnkit import DataLoaders, Learner
 from learnkit.callbacks import ActivationCheckpointing
@@ -35,11 +37,11 @@ def make_model() -> nn.Module:
     )
 
 
-def learner(model: nn.Module, *cbs: Any) -> Learner:
+def learner(model: nn.Module, *cbs: Any, cls: type[Learner] = Learner) -> Learner:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(24, 5, generator=g), torch.randn(24, 1, generator=g)
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=8, shuffle=False)
-    learn = Learner(dls, model, nn.MSELoss(), lr=0.01, cbs=cbs)
+    learn = cls(dls, model, nn.MSELoss(), lr=0.01, cbs=cbs)
     learn.logger = lambda *_: None
     return learn
 
@@ -81,22 +83,74 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert kept(ActivationCheckpointing(Noisy)) < 0.7 * kept()
 
 
-@pytest.mark.parametrize(
-    ('model', 'modules', 'text'),
-    [
-        (nn.Linear(5, 1), nn.Conv1d, 'has no such modules'),
-        (
-            nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.BatchNorm1d(7)), nn.Linear(7, 1)),
-            nn.Sequential,
-            'running statistics .BatchNorm1d',
-        ),
-    ],
-)
-def test_refused_before_anything_has_changed(model: nn.Module, modules: Any, text: str) -> None:
-    learn = learner(model, ActivationCheckpointing(modules))
-    with pytest.raises(ModelError, match=text), learn.no_bar():
+def test_refused_before_anything_has_changed() -> None:
+    model = nn.Linear(5, 1)
+    learn = learner(model, ActivationCheckpointing(nn.Conv1d))
+    with pytest.raises(ModelError, match='has no such modules'), learn.no_bar():
         learn.fit(1)
     assert not any('forward' in vars(m) for m in model.modules())
+
+
+class RunningMean(nn.Module):
+    "Subtract a running mean, which each call updates; `replaces` puts another tensor in its place."
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer('mean', torch.zeros(7))
+        self.register_buffer('count', torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.replaces:
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+            self.count = self.count + 1
+        elif self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            self.count += 1
+        return (x - self.mean).tanh()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    'batch norm': lambda: nn.Sequential(nn.BatchNorm1d(7), nn.Tanh()),
+    'spectral norm': lambda: nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(7, 7)), nn.Tanh()
+    ),
+    'spectral norm by a hook': lambda: nn.Sequential(spectral_norm(nn.Linear(7, 7)), nn.Tanh()),
+    'own running mean': lambda: nn.Sequential(RunningMean(False), nn.Tanh()),
+    'own running mean that is replaced': lambda: nn.Sequential(RunningMean(True), nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_a_second_run_leaves_no_trace_in_buffers(name: str) -> None:
+    def weights(*cbs: Any) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 7), LAYERS[name](), nn.Linear(7, 1))
+        learn = learner(model, *cbs)
+        with learn.no_bar():
+            learn.fit(3)
+        return model.state_dict()
+
+    assert same(weights(ActivationCheckpointing(nn.Sequential)), weights())
+
+
+def test_a_graph_that_is_used_twice_runs_the_module_twice_with_the_same_buffers() -> None:
+    class Twice(Learner):
+        def train_batch(self) -> None:
+            loss = self.compute_loss(self.forward(self.model, self.x))
+            loss.backward(retain_graph=True)
+            self.optimize(loss)
+
+    def weights(*cbs: Any) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        block = nn.Sequential(nn.BatchNorm1d(7), RunningMean(False))
+        model = nn.Sequential(nn.Linear(5, 7), block, nn.Linear(7, 1))
+        learn = learner(model, *cbs, cls=Twice)
+        with learn.no_bar():
+            learn.fit(2)
+        return model.state_dict()
+
+    assert same(weights(ActivationCheckpointing(nn.Sequential)), weights())
 
 
 def train_on_ranks(rank: int, strategy: str) -> float:

@@ -281,3 +281,73 @@ def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
 def test_a_second_average_is_refused() -> None:
     with pytest.raises(OptionError, match=r'EMA.* already'):
         learner(net(), EMA(0.5), EMA(0.9)).fit(1)
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+class Watching(nn.Module):
+    "Keep a maximum, a count and a chosen unit of the inputs in buffers; `forward` replaces one of them."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 2).double()
+        self.register_buffer('highest', torch.zeros((), dtype=torch.float64))
+        self.register_buffer('count', torch.zeros(()))
+        self.register_buffer('chosen', torch.tensor([1.0, 0.0, 0.0]).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.highest = torch.maximum(self.highest, x.max())
+            self.count += 1
+            self.chosen = self.chosen.roll(1)
+        return self.lin(x)
+
+
+def test_other_buffers_keep_their_current_values_under_the_average() -> None:
+    learn = learner(model := Watching(), EMA(0.9))
+    learn.fit(2)
+    highest = max(x.max() for x, _ in batches())
+    with learn.ema.applied():
+        found = model.highest, model.count, model.chosen
+    assert same(found, (highest, torch.tensor(8.0), torch.tensor([0.0, 0.0, 1.0]).double()))
+
+
+def test_buffers_by_name_are_averaged() -> None:
+    learn = learner(model := Watching(), EMA(0.9, warmup=None, buffers='cou*'))
+    learn.fit(2)
+    mean = 0.0
+    for count in range(1, 9):
+        mean = 0.9 * mean + 0.1 * count
+    with learn.ema.applied():
+        assert model.count.item() == pytest.approx(mean, rel=1e-6)
+    assert model.count == 8
+    learn = learner(Watching(), EMA(buffers=['chosen', 'codebook']))
+    with pytest.raises(OptionError, match=r"'codebook'.*highest, count, chosen"):
+        learn.fit(1)
+
+
+def test_averaged_buffers_may_be_replaced_by_the_model() -> None:
+    learn = learner(model := Watching(), EMA(0.5, warmup=None, buffers=['highest']))
+    learn.fit(1)
+    highest = torch.stack([x.max() for x, _ in batches()]).cummax(0).values
+    mean = torch.tensor(0.0)
+    for value in highest:
+        mean = 0.5 * mean + 0.5 * value
+    with learn.ema.applied():
+        assert model.highest.item() == pytest.approx(mean.item(), abs=1e-12)
+    assert model.highest == highest[-1]
+
+
+@pytest.mark.parametrize('form', [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_spectral_norm_is_1_under_the_average(form: Any) -> None:
+    torch.manual_seed(4)
+    layer = nn.Linear(3, 6)
+    nn.init.orthogonal_(layer.weight)  # so the vector of the largest singular value turns
+    model = nn.Sequential(form(layer, n_power_iterations=5), nn.Linear(6, 2)).double()
+    learn = learner(model, EMA(0.97, warmup=None), n=8)
+    learn.fit(4)
+    with learn.ema.applied():
+        model.eval()(torch.zeros(1, 3).double())  # the hook computes the weight
+        norm = torch.linalg.matrix_norm(model[0].weight, 2)
+    assert norm.item() == pytest.approx(1, abs=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -190,3 +191,31 @@ def test_frozen_batch_norms_keep_their_statistics() -> None:
     learn = quiet(BnFreeze, model=norms(), n_train=3)
     learn.fit(2, cbs=thaw)
     assert learn.model[1].num_batches_tracked == 3 and learn.bn_freeze._frozen == []
+
+
+def split_net() -> nn.Module:
+    torch.manual_seed(4)
+    body = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
+    return nn.Sequential(body, nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize('train_bn', [True, False])
+def test_bn_freeze_after_freeze(train_bn: bool) -> None:
+    model = split_net()
+    learn = quiet(
+        BnFreeze,
+        model=model,
+        n_train=3,
+        train_bn=train_bn,
+        splitter=lambda m: [list(part.parameters()) for part in m],
+    )
+    learn.freeze()
+    found = nullcontext() if not train_bn else pytest.warns(UserWarning, match='train_bn=False')
+    with found:
+        learn.fit(1)
+    learn.unfreeze()
+    learn.fit(1)  # warns of nothing
+    own, plain = model[0][1], model[0][2]
+    # the layer without parameters follows the norm before it
+    n = 6 if train_bn else 3
+    assert (own.num_batches_tracked, plain.num_batches_tracked) == (n, n)

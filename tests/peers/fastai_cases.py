@@ -409,6 +409,15 @@ CASES += [
         why='fastai decays the biases of recurrent layers, learnkit no bias: 0.0283 apart after two epochs',
     ),
     Case(
+        'nn.PReLU with wd=0.1',
+        lambda: [],
+        model=data.sloped,
+        options=lambda model: {'wd': 0.1},
+        part="The Learner in fastai's code",
+        rows=False,
+        why='fastai decays slopes and scales, learnkit no parameter of at most one dimension',
+    ),
+    Case(
         'a language model of LSTMs with a state, ModelResetter and RNNRegularizer',
         lambda: [cb.ModelResetter(), cb.RNNCallback(), cb.RNNRegularizer(alpha=2, beta=1)],
         loaders=data.words,

@@ -49,6 +49,11 @@ def classifier() -> nn.Module:
     )
 
 
+def sloped() -> nn.Module:
+    "Return a network whose activations have slopes to learn."
+    return nn.Sequential(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 3))
+
+
 def series(path: Path) -> vision.DataLoaders:
     "Return sequences of four vectors, each with a vector to predict at every step."
     x = torch.randn(60, 4, 8)
