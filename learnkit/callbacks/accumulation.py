@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.errors import CancelStepException, OptionError, StepPutOff
+from learnkit.core.errors import OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.dtensor import local_shards
 from learnkit.engine.callback import Callback
@@ -82,6 +82,8 @@ class GradientAccumulation(Callback):
         self._batch: tuple[int, Any] | None = None
         self._in_tail = False  # whether the step is for samples left over in an epoch
         self._is_checked = False  # whether the loss function of this fit was checked
+        # whether the backward pass of the current batch, or call of `optimize`, is over
+        self._is_counted = False
         self._sums: dict[str, StepSum] = {}  # by name of the optimizer; '': all of them
 
     def before_fit(self) -> None:
@@ -104,6 +106,7 @@ class GradientAccumulation(Callback):
     # -- batches -----------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
+        self._is_counted = False
         self._batch = self._measure() if self.learn.microbatch else None
 
     def before_backward(self) -> None:
@@ -113,6 +116,7 @@ class GradientAccumulation(Callback):
             self._is_checked = True
             check_is_mean(learn, vars(learn).get('pred'))
         if not learn.microbatch:
+            self._is_counted = False
             self._batch = self._measure()
         if self._batch is None or self._batch[1] is None:
             return
@@ -135,20 +139,23 @@ class GradientAccumulation(Callback):
             self._batch = None
 
     def after_backward(self) -> None:
-        if not self.learn.microbatch:
+        if not self.learn.microbatch or self.learn.parts.microbatches.is_last:
             self._count_batch(self._find_sum())
 
     def before_step(self) -> None:
         total = self._find_sum()
-        if self.learn.microbatch:
-            self._count_batch(total)
+        # the loop has asked `will_step`, but an override of `_do_grad_opt` may not have
         if not self._in_tail and not self._is_due(total.n_samples, total.n_batches):
             raise StepPutOff
         self._average(total)
 
     def will_step(self) -> bool:
-        "Return True if the current batch ends with a step."
+        "Return True if the current batch ends with a step. The loop asks before the step, DDP before the forward pass."
         total = self._find_sum()
+        if self._in_tail:
+            return True
+        if self._is_counted:
+            return self._is_due(total.n_samples, total.n_batches)
         n = self.learn.parts.strategy.count_samples(self.learn)
         return self._is_due(total.n_samples + n, total.n_batches + 1)
 
@@ -169,6 +176,7 @@ class GradientAccumulation(Callback):
         return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
 
     def _count_batch(self, total: StepSum) -> None:
+        self._is_counted = True
         if self._batch is None:
             return
         n, weight = self._batch
@@ -215,7 +223,7 @@ class GradientAccumulation(Callback):
         learn = self.learn
         self._in_tail = True
         try:
-            learn._with_events(learn._step, 'step', CancelStepException)
+            learn._take_step()
         finally:
             self._in_tail = False
         learn.opt.zero_grad(only=learn.turn)

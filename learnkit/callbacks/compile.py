@@ -37,7 +37,7 @@ from torch import Tensor, is_autocast_enabled, nn
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.model import takes_batches
-from learnkit.engine.events import CONTEXTS
+from learnkit.engine.events import METHODS, STEP_EVENTS
 from learnkit.engine.loss import total_loss
 from learnkit.engine.own_loop import list_overrides
 from learnkit.engine.seams import train_whole_batch
@@ -46,12 +46,8 @@ from learnkit.optim.wrapper import OptimWrapper
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# events that a compiled step cannot call, and contexts that it cannot enter
-STEP_EVENTS = (
-    *'before_pred after_pred after_loss before_backward after_cancel_backward after_backward'.split(),
-    *'before_step after_cancel_step after_step'.split(),
-    *CONTEXTS.values(),
-)
+# events and methods of callbacks that a compiled step cannot call
+SKIPPED = (*STEP_EVENTS, *METHODS)
 RARE = ('amsgrad', 'dampening', 'differentiable', 'maximize')  # unsupported options
 # attributes of modules, parameters and optimizers
 HOOKS = (
@@ -158,7 +154,7 @@ class WholeStep:
         if entries is None:
             entries = table['whole step'] = [
                 (f'{type(cb).__name__}.{e} has to be called', switch)
-                for e in STEP_EVENTS
+                for e in SKIPPED
                 for _, switch, cb in table[e]
             ]
         found = [reason for reason, switch in entries if switch]

@@ -23,7 +23,7 @@ from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.random import capture_rng
 from learnkit.engine.dispatch import Entry, HandlerTable
-from learnkit.engine.events import CONTEXTS, canonical_event
+from learnkit.engine.events import METHODS, canonical_event
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -186,7 +186,7 @@ class WatchedTable(HandlerTable):
         self.table = table
 
     def __missing__(self, name: str) -> list[Entry]:
-        if name in CONTEXTS.values():
+        if name in METHODS:
             return self.table[name]
         self[name] = entries = self.wrap(name, self.table[name])
         return entries

@@ -28,7 +28,7 @@ from learnkit.distributed.dtensor import count_parts, local_shard
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses, share_generators
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.run import clear_pass
 from learnkit.engine.strategy import SingleProcess
@@ -316,8 +316,7 @@ class DistributedTraining(Callback):
         learn = self.learn
         if learn.microbatch and not learn.parts.microbatches.is_last:
             return False
-        deciders = [declared(cb, 'will_step') for cb in learn.parts.callbacks.list_ordered()]
-        return all(will_step() for will_step in deciders if will_step is not None)
+        return learn.is_step_due()
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."

@@ -23,9 +23,9 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.counters import Every
 from learnkit.engine.events import (
-    CONTEXTS,
     EVENTS,
     INNER_EVENTS,
+    METHODS,
     canonical_event,
     event_like,
 )
@@ -62,7 +62,7 @@ _FOREIGN_NAMES = {
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 # attribute with the names of the attributes that a constructor of this package has set
 SET_BY_BASE = '_set_by_base'
-_HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values()])
+_HANDLER_NAMES = frozenset([*EVENTS, *METHODS])
 # attributes that the Learner's handler tables depend on
 _DISPATCH_ATTRIBUTES = _HANDLER_NAMES | {'run', 'run_train', 'run_valid', 'order'}
 

@@ -27,13 +27,21 @@ from learnkit.engine.callback import (
     defined_on_class,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, canonical_event
+from learnkit.engine.events import (
+    CONTEXTS,
+    EVENTS,
+    INNER_EVENTS,
+    LEVELS,
+    METHODS,
+    WILL_STEP,
+    canonical_event,
+)
 
 if TYPE_CHECKING:
     from learnkit.distributed.comm import Comm
     from learnkit.learner import Learner
 
-_HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
+_HANDLED = frozenset([*EVENTS, *METHODS])
 _DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
 # attributes of fastai's callbacks
@@ -256,6 +264,19 @@ class CallbackHost:
         make, switch, _ = entries[0]
         context = make() if switch else None
         return NO_CONTEXT if context is None else context
+
+    def is_step_due(self) -> bool:
+        """Return True if the current batch ends with a step of the optimizer.
+
+        Callbacks with a method `will_step()` are asked, such as `GradientAccumulation`.
+
+        >>> from learnkit import GradientAccumulation
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().is_step_due()
+        True
+        """
+        entries = self.parts.tables[self.training][WILL_STEP]
+        return not entries or all(will_step() for will_step, switch, _ in entries if switch)
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes, and the list of the callbacks."
@@ -505,11 +526,11 @@ def _find_place(cb: Any, event: str) -> int:
 
 
 def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
-    "Return the events and contexts that a callback handles on this rank, with the handlers."
+    "Return the events and methods of the loop that a callback has on this rank, with the handlers."
     cls: Any = type(cb)
     names = list_handled(cls) | (_HANDLED & vars(cb).keys())
     if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
-        events = names.difference(CONTEXTS.values())
+        events = names.difference(METHODS)
         return [(name, partial(run_fastai_handler, cb, name)) for name in events]
     if getattr(cls, 'first_process_only', False) and not world.is_first:
         names = frozenset()
@@ -523,7 +544,7 @@ def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
 
 @cache
 def list_handled(cls: type) -> frozenset[str]:
-    "Return the events and contexts that callbacks of a class may have a handler for, by their own names."
+    "Return the events and methods of the loop that callbacks of a class may have, by their own names."
     return _HANDLED & {name for base in cls.__mro__ for name in vars(base)}
 
 

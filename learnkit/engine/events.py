@@ -134,12 +134,20 @@ LEVELS = {
 # each name once, in firing order
 EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))
 
+# events of a training batch from the forward pass to the step, which a compiled step or a loop of one's own may skip
+STEP_EVENTS = EVENTS[EVENTS.index('before_pred') : EVENTS.index('after_step') + 1]
+
 # parts of a batch, and the methods of callbacks that return a context manager to enter around the part
 CONTEXTS = {'forward': 'forward_context', 'backward': 'backward_context'}
+WILL_STEP = (
+    'will_step'  # method of callbacks that returns False if the current batch ends without a step
+)
+# what the loop calls besides events
+METHODS = (*CONTEXTS.values(), WILL_STEP)
 
 _batch_events = EVENTS[EVENTS.index('before_draw') : EVENTS.index('batch_checkpoint') + 1]
-# events and contexts of a batch, to which `run_train` and `run_valid` apply
-INNER_EVENTS = frozenset([*_batch_events, *CONTEXTS.values()])
+# events and methods of a batch, to which `run_train` and `run_valid` apply
+INNER_EVENTS = frozenset([*_batch_events, *METHODS])
 
 # names of handlers in other libraries: their endings, their levels, and names without either
 _PREFIX_OF_ENDING = {'start': 'before', 'begin': 'before', 'end': 'after', 'finish': 'after'}

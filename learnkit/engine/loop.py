@@ -31,6 +31,7 @@ from learnkit.core.errors import (
     CancelStepException,
     CancelTrainException,
     CancelValidException,
+    StepPutOff,
 )
 from learnkit.core.model import model_device
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -245,12 +246,22 @@ class Loop(CallbackHost):
     def _do_grad_opt(self) -> None:
         __tracebackhide__ = True
         self._with_events(self._backward, 'backward', CancelBackwardException)
-        self._with_events(self._step, 'step', CancelStepException)
+        self._take_step()
         self.opt.zero_grad()  # not reached while gradients accumulate: the batch is cancelled
 
     def _backward(self, **options: Any) -> None:
         with self.contexts('backward'):
             self.loss_grad.backward(**options)
+
+    def _take_step(self, step: Callable[[], Any] | None = None) -> None:
+        """Take a step with its events. All loops take all their steps here; `step` replaces `_step`.
+
+        Raises `StepPutOff`, which ends the batch, while gradients accumulate for a later step.
+        """
+        __tracebackhide__ = True
+        if not self.is_step_due():
+            raise StepPutOff
+        self._with_events(step or self._step, 'step', CancelStepException)
 
     def _step(self) -> None:
         if self.seams.step is None:

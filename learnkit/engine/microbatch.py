@@ -15,7 +15,6 @@ from learnkit.core.device import empty_cache
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelBatchException,
-    CancelStepException,
     add_note,
 )
 from learnkit.core.model import copy_buffers, restore_buffers
@@ -53,7 +52,7 @@ class Microbatches:
             restore_gradients(learn, pending)
             learn.__dict__.pop('loss_grad', None)
             raise
-        learn._with_events(learn._step, 'step', CancelStepException)
+        learn._take_step()
         learn.opt.zero_grad()
 
     def run(

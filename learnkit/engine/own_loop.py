@@ -37,7 +37,6 @@ from learnkit.core.batch import describe
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import (
     CancelBackwardException,
-    CancelStepException,
     FitError,
     LossError,
     StepPutOff,
@@ -47,6 +46,7 @@ from learnkit.core.model import name_of
 from learnkit.core.validation import precision_hint, warn_user
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import takes_every_event
+from learnkit.engine.events import STEP_EVENTS
 from learnkit.engine.loop import Loop
 from learnkit.engine.loss import loss_of, total_loss
 from learnkit.engine.run import clear_pass
@@ -66,15 +66,7 @@ BATCH_METHODS = (
     '_with_events',
 )
 # events of a training batch that an override may skip
-BATCH_EVENTS = (
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_backward',
-    'before_step',
-    'after_step',
-)
+BATCH_EVENTS = [event for event in STEP_EVENTS if not event.startswith('after_cancel_')]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +237,7 @@ def _backward_and_step(learn: Learner) -> bool:
     n_before = learn.opt.n_steps
     learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
     try:
-        learn._with_events(learn._step, 'step', CancelStepException)
+        learn._take_step()
     except StepPutOff:
         return False
     learn.opt.zero_grad(only=learn.turn)

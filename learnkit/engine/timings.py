@@ -13,7 +13,7 @@ import torch
 from learnkit.core.device import has_streams
 from learnkit.core.plotting import axes_or_new
 from learnkit.engine.dispatch import Entry, HandlerTable
-from learnkit.engine.events import CONTEXTS
+from learnkit.engine.events import METHODS
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -192,7 +192,7 @@ class TimedTable(HandlerTable):
 
     def __missing__(self, name: str) -> list[Entry]:
         entries = self.base[name]
-        if name in CONTEXTS.values():
+        if name in METHODS:
             return entries
         begin, end = self.timings.make_probes(name)
         time_handler = self.timings.time_handler

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import (
     CancelBackwardException,
-    CancelStepException,
     LossError,
     MetricError,
     OptimizerError,
@@ -243,10 +242,10 @@ class Optimization:
             self.prepare_step(optimizer)
             return loss
 
-        take = partial(learn.opt.step, evaluate, only=only) if repeats else learn._step
+        take = partial(learn.opt.step, evaluate, only=only) if repeats else None
         call = learn.parts.own_loop.opened(learn, OptimizeCall(only))
         with call, replacing_yield(self, 'repeats', repeats):
-            learn._with_events(take, 'step', CancelStepException)
+            learn._take_step(take)
         self.n_steps += not self.is_automatic
         return result
 

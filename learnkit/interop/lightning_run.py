@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.core.batch import rebuild
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import CancelEpochException, OptionError
@@ -268,6 +269,14 @@ class LightningRun(Callback):
         trainer = self.trainer
         if trainer.accumulate_grad_batches > 1 and trainer.num_training_batches == math.inf:
             raise OptionError('accumulate_grad_batches needs a training loader with a length.')
+        if self.module is not None and any(
+            isinstance(cb, GradientAccumulation) for cb in learn.cbs
+        ):
+            raise OptionError(
+                'GradientAccumulation: a LightningModule clears its gradients itself. Use '
+                '`from_lightning(..., accumulate_grad_batches=n)`, or accumulate in `training_step` with manual '
+                'optimization.'
+            )
         if self.module is None:  # a LightningModule was set up before its optimizers
             self.trainer.max_epochs = learn.n_epoch or -1
             self.set_up()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import BinaryAccuracy
 
-from learnkit import DataLoaders, Learner, Replay
+from learnkit import DataLoaders, GradientAccumulation, Learner, Replay
 from learnkit.core.errors import (
     CallbackError,
     FitError,
@@ -369,6 +369,13 @@ def opt(module: Any = None) -> Any:
 def test_errors_name_the_fix(run: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         run()
+
+
+def test_gradient_accumulation_of_a_callback_is_refused() -> None:
+    learn = make()
+    with pytest.raises(OptionError, match='accumulate_grad_batches'):
+        learn.fit(1, cbs=GradientAccumulation(batches=2))
+    assert learn.time.ba == 0
 
 
 class Endless:
