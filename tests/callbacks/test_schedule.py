@@ -38,7 +38,7 @@ class Used(Callback):
 
 def test_every_step_is_taken_with_the_scheduled_values() -> None:
     used = Used('lr', 'mom', 'wd')
-    learn = learner(5)
+    learn = learner(5, wd_bn_bias=True)  # the model has scalars alone, which have no weight decay
     scheds = {
         'lr': SchedLin(1.0, 0.0),
         'mom': lambda pct: 0.5 + pct / 4,
