@@ -316,7 +316,7 @@ class DistributedTraining(Callback):
         learn = self.learn
         if learn.microbatch and not learn.parts.microbatches.is_last:
             return False
-        return learn.is_step_due()
+        return learn.parts.callbacks.is_step_due()
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."

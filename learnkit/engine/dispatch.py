@@ -175,6 +175,11 @@ class CallbackSet:
             if method is not None:
                 method(*args)
 
+    def is_step_due(self) -> bool:
+        "Return True if the training batch ends with a step, as far as callbacks with a method `will_step` say."
+        entries = self.tables[True][WILL_STEP]
+        return not entries or all(will_step() for will_step, switch, _ in entries if switch)
+
     def has_handler(self, event: str) -> bool:
         "Return True if a callback may have a handler of an event, without filling the tables."
         return any(declared(cb, event) or takes_every_event(type(cb)) for cb in self.items)
@@ -264,19 +269,6 @@ class CallbackHost:
         make, switch, _ = entries[0]
         context = make() if switch else None
         return NO_CONTEXT if context is None else context
-
-    def is_step_due(self) -> bool:
-        """Return True if the current batch ends with a step of the optimizer.
-
-        Callbacks with a method `will_step()` are asked, such as `GradientAccumulation`.
-
-        >>> from learnkit import GradientAccumulation
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner().is_step_due()
-        True
-        """
-        entries = self.parts.tables[self.training][WILL_STEP]
-        return not entries or all(will_step() for will_step, switch, _ in entries if switch)
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes, and the list of the callbacks."

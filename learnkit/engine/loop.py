@@ -259,7 +259,7 @@ class Loop(CallbackHost):
         Raises `StepPutOff`, which ends the batch, while gradients accumulate for a later step.
         """
         __tracebackhide__ = True
-        if not self.is_step_due():
+        if not self.parts.callbacks.is_step_due():
             raise StepPutOff
         self._with_events(step or self._step, 'step', CancelStepException)
 

@@ -45,7 +45,7 @@ class Levels(Learner):
     n_opened = 0
 
     def _take_step(self, step: Callable[[], Any] | None = None) -> None:
-        due = self.is_step_due()
+        due = self.parts.callbacks.is_step_due()
         self.n_opened += due
         super()._take_step(step)
 
