@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from math import isclose
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
@@ -41,7 +42,7 @@ from learnkit.core.validation import takes
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_loss
-from learnkit.engine.denominator import ClassTargets, Denominator, denominator_of
+from learnkit.engine.denominator import ClassTargets, Denominator, Unknown, denominator_of
 from learnkit.learner import Learner
 from learnkit.metrics.averages import dry_run
 from learnkit.metrics.base import Metric
@@ -318,12 +319,19 @@ class WeightedLoss(nn.Module):
         self.func = func
         keywords = getattr(func, 'keywords', {})
         self.reduction = getattr(func, 'reduction', keywords.get('reduction', 'mean'))
+        self._is_checked = not isinstance(denominator_of(func), Unknown)
 
     def forward(self, pred: Tensor, targ: Tensor, weights: Tensor | None = None) -> Tensor:
-        n = len(targ)
         if weights is None:
-            weights = torch.ones(n, device=targ.device)
+            return self._reduce(pred, targ, torch.ones(len(targ), device=targ.device))
+        if not self._is_checked:
+            self._is_checked = True
+            self._check_mean(pred, targ)
+        return self._reduce(pred, targ, weights)
+
+    def _reduce(self, pred: Tensor, targ: Tensor, weights: Tensor) -> Tensor:
         losses = compute_unreduced(self.func, pred, (targ,))
+        n = len(targ)
         if losses.numel() % n:
             raise LossError(
                 f"{name_of(self.func)} with reduction='none' returned {losses.numel()} losses for {n} "
@@ -335,8 +343,19 @@ class WeightedLoss(nn.Module):
             return weighted.reshape(losses.shape)
         if self.reduction == 'sum':
             return weighted.sum()
-        denominators = self.count_each(targ, rows.shape[1])
-        return weighted.sum() / (weights * denominators).sum()
+        n_elements = 1 if self.reduction == 'batchmean' else rows.shape[1]
+        return weighted.sum() / (weights * self.count_each(targ, n_elements)).sum()
+
+    def _check_mean(self, pred: Tensor, targ: Tensor) -> None:
+        "Raise `LossError` if equal weights change the loss, whose denominator is unknown."
+        with torch.no_grad(), preserved_rng():
+            mean = self.func(pred, targ).item()
+            ours = self(pred, targ).item()
+        if not isclose(mean, ours, rel_tol=1e-3, abs_tol=1e-6):
+            raise LossError(
+                f'{name_of(self.func)} is {mean:.6g}, and the losses of the samples average to {ours:.6g}. '
+                'Weights need a loss that is a mean over samples.'
+            )
 
     def count_each(
         self,
@@ -416,9 +435,17 @@ def weigh_samples(learn: Learner) -> None:
 # -- estimators ------------------------------------------------------------------------------------
 
 
+def get_loss(estimator: Any) -> Any:
+    "Return the loss function of the last fit, or of the next one."
+    if not hasattr(estimator, 'learner_'):
+        return estimator.loss_func
+    loss_func = estimator.learner_.loss_func
+    return loss_func.func if isinstance(loss_func, WeightedLoss) else loss_func
+
+
 def _has_probabilities(estimator: Any) -> bool:
     "Return True if the outputs of an estimator's model become probabilities; raise `AttributeError` if not."
-    loss_func = estimator.loss_func
+    loss_func = get_loss(estimator)
     if loss_func is None or outputs_of(loss_func).are_probabilities:
         return True
     raise AttributeError(
@@ -429,7 +456,7 @@ def _has_probabilities(estimator: Any) -> bool:
 
 def _has_decisions(estimator: Any) -> bool:
     "Return True if the outputs of an estimator's model do not become probabilities."
-    loss_func = estimator.loss_func
+    loss_func = get_loss(estimator)
     return loss_func is not None and not outputs_of(loss_func).are_probabilities
 
 
@@ -490,7 +517,8 @@ class Classifier(ClassifierMixin, _Estimator):
         self,
         X: ArrayLike,
         y: ArrayLike,
-        classes: ArrayLike | None = None,  # all classes; needed in the first call
+        classes: ArrayLike
+        | None = None,  # all classes; needed in the first call, unless y is labels
         sample_weight: ArrayLike | None = None,
     ) -> Self:
         "Train one more epoch on samples. The first call makes the model."
@@ -503,9 +531,9 @@ class Classifier(ClassifierMixin, _Estimator):
         x, labels, weights = self._read(X, y, sample_weight, reset=is_first)
         labels = self._check_labels(labels)
         if is_first:
-            if classes is None:
+            if classes is None and labels.ndim == 1:
                 raise ValueError('classes must be passed on the first call to partial_fit.')
-            self._learn_classes(labels if labels.ndim > 1 else classes)
+            self._learn_classes(labels if classes is None or labels.ndim > 1 else classes)
         return self._fit_labels(x, labels, weights, is_partial=True)
 
     @available_if(_has_probabilities)
@@ -516,7 +544,7 @@ class Classifier(ClassifierMixin, _Estimator):
         such method.
         """
         scores = self._outputs(X)
-        probs: Tensor = find_activation(self._get_loss())(scores)
+        probs: Tensor = find_activation(get_loss(self))(scores).detach()
         if self._is_multilabel:
             return probs.numpy()
         if probs.shape[1] == 1:
@@ -536,13 +564,13 @@ class Classifier(ClassifierMixin, _Estimator):
         scores = self._outputs(X)
         kind = self._kind_of_targets()
         if kind == 'distances':
-            scores = find_margin(self._get_loss()) / 2 - scores
+            scores = find_margin(get_loss(self)) / 2 - scores
         if self._is_multilabel or len(self.classes_) > 2:
             return scores.numpy()
         if scores.shape[1] > 1:
             return (scores[:, 1] - scores[:, 0]).numpy()
         if not kind:
-            name = name_of(self._get_loss())
+            name = name_of(get_loss(self))
             raise OptionError(
                 f'{name}: it is unknown which outputs stand for the second class. Give the loss function '
                 'a method `activation` that returns probabilities.'
@@ -556,7 +584,7 @@ class Classifier(ClassifierMixin, _Estimator):
             is_chosen = scores > 0
         else:
             scores = self.predict_proba(X)
-            is_chosen = scores > getattr(self._get_loss(), 'thresh', 0.5)
+            is_chosen = scores > getattr(get_loss(self), 'thresh', 0.5)
         if self._is_multilabel:
             return is_chosen.astype(int)
         if scores.ndim == 1:
@@ -678,13 +706,8 @@ class Classifier(ClassifierMixin, _Estimator):
                 targets = targets[:, 1:]
         return targets if kind in ('labels', '') else 2 * targets - 1
 
-    def _get_loss(self) -> Any:
-        "Return the loss function of the last fit."
-        loss_func = self.learner_.loss_func
-        return loss_func.func if isinstance(loss_func, WeightedLoss) else loss_func
-
     def _kind_of_targets(self) -> str:
-        return outputs_of(self._get_loss()).targets
+        return outputs_of(get_loss(self)).targets
 
 
 class Regressor(RegressorMixin, _Estimator):
@@ -704,6 +727,8 @@ class Regressor(RegressorMixin, _Estimator):
     >>> model.predict(x[:2]).shape, model.score(x, y / y.std()) > 0.9
     ((2,), True)
     """
+
+    _target_shape: tuple[int, ...]  # shape of the targets of one sample
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         "Train a new model."

@@ -132,10 +132,10 @@ def test_distances_are_small_for_the_second_class() -> None:
 def test_three_classes_by_margins_and_a_calibration_of_decisions() -> None:
     x, y = load_iris(return_X_y=True)
     for loss_func in (nn.MultiMarginLoss(), nn.SoftMarginLoss()):
-        model = Classifier(loss_func=loss_func, random_state=0)
+        model = Classifier(loss_func=loss_func, epochs=15, lr=0.02, random_state=0)
         scores = clone(model).fit(x, y).decision_function(x)
         assert scores.shape == (150, 3)
-        assert cross_val_score(model, x, y).mean() > 0.9
+        assert cross_val_score(model, x, y, cv=2).mean() > 0.9
         calibrated = CalibratedClassifierCV(model, cv=2).fit(x, y)
         probs = calibrated.predict_proba(x)
         np.testing.assert_allclose(probs.sum(1), 1)
@@ -169,6 +169,30 @@ def test_an_own_loss_with_an_activation_may_have_one_output() -> None:
     for predict in (unknown.predict, unknown.decision_function):
         with pytest.raises(OptionError, match=r'Binary.*activation'):
             predict(X)
+
+
+def test_methods_are_those_of_the_fitted_loss() -> None:
+    class Scaled(nn.Module):
+        "A loss with a trained parameter, which the probabilities depend on."
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, pred: Tensor, targ: Tensor) -> Tensor:
+            return F.cross_entropy(pred * self.scale, targ)
+
+        def activation(self, x: Tensor) -> Tensor:
+            return (x * self.scale).softmax(1)
+
+    model = Classifier(loss_func=Scaled(), **FEW).fit(X, Y)
+    scale = model.learner_.loss_func.scale.item()
+    expected = torch.tensor(logits_of(model)) * scale
+    np.testing.assert_allclose(model.predict_proba(X), expected.softmax(1), rtol=1e-5)
+    assert scale != 1
+    model.set_params(loss_func=nn.MultiMarginLoss())
+    assert hasattr(model, 'predict_proba') and not hasattr(clone(model), 'predict_proba')
+    assert not hasattr(model.fit(X, Y), 'predict_proba')
 
 
 def test_several_labels_per_sample_compared_with_a_plain_loop() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn import config_context
+from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import GridSearchCV, train_test_split
@@ -20,8 +21,13 @@ from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_de
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import GradientAccumulation, LossError, OptionError, accuracy
-from learnkit.losses import CrossEntropyLossFlat, FocalLossFlat, MSELossFlat
+from learnkit import AccumMetric, GradientAccumulation, LossError, MixUp, OptionError, accuracy
+from learnkit.losses import (
+    CrossEntropyLossFlat,
+    FocalLossFlat,
+    LabelSmoothingCrossEntropyFlat,
+    MSELossFlat,
+)
 from learnkit.sklearn import Classifier, Regressor, WeightedLoss, make_network
 
 IRIS = load_iris(return_X_y=True)
@@ -252,6 +258,45 @@ def test_weights_are_routed_through_a_search_and_a_pipeline() -> None:
     )
 
 
+def test_losses_of_other_means_equal_repeated_samples() -> None:
+    x, y = IRIS
+    shares = np.abs(x) / np.abs(x).sum(1, keepdims=True)
+    net = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(1)).double()
+    for estimator, targets in (
+        (Regressor(net, loss_func=nn.KLDivLoss(reduction='batchmean')), shares),
+        (Regressor(net, loss_func=nn.PoissonNLLLoss()), shares),
+        (
+            Classifier(
+                nn.Linear(4, 3).double(), loss_func=nn.CrossEntropyLoss(label_smoothing=0.2)
+            ),
+            y,
+        ),
+        (Classifier(net, loss_func=nn.NLLLoss(torch.tensor([1.0, 2, 3, 4]).double())), y),
+        (Regressor(nn.Linear(4, 4).double(), loss_func=nn.HuberLoss(delta=0.1)), shares),
+        (Classifier(net[0], loss_func=own_focal), y),
+    ):
+        estimator.set_params(**WHOLE, metrics=None, random_state=0).set_params(batch_size=1000)
+        weighted = estimator.fit(x, targets, sample_weight=WEIGHTS).learner_.model
+        repeated = estimator.fit(np.repeat(x, WEIGHTS, 0), np.repeat(targets, WEIGHTS, 0))
+        assert_same(repeated, weighted)
+
+
+def own_focal(pred: Tensor, targ: Tensor, reduction: str = 'mean') -> Tensor:
+    losses = F.cross_entropy(pred, targ, reduction='none')
+    losses = (1 - (-losses).exp()) ** 2 * losses
+    return losses if reduction == 'none' else losses.mean()
+
+
+def test_equal_weights_change_nothing_with_mixup_and_metrics() -> None:
+    x, y = IRIS
+    metrics = [accuracy, AccumMetric(F.cross_entropy, name='whole', flatten=False)]
+    options: dict[str, Any] = {'early_stopping': True, 'metrics': metrics, 'epochs': 5}
+    model = Classifier(make_double, cbs=MixUp(0.2), random_state=0, **options).fit(x, y)
+    weighted = clone(model).fit(x, y, sample_weight=np.full(150, 2.5))
+    for row, other in zip(model.history_, weighted.history_, strict=True):
+        assert {**row, 'time': 0} == pytest.approx({**other, 'time': 0}, rel=1e-6)
+
+
 def test_a_loss_of_each_element_and_of_no_weights() -> None:
     pred, targ = torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.zeros(2, 2)
     loss = WeightedLoss(partial(F.mse_loss, reduction='sum'))
@@ -287,6 +332,9 @@ def test_weights_that_cannot_be_used_are_refused() -> None:
 
     with pytest.raises(LossError, match=r'no_losses.*1 losses for'):
         Classifier(loss_func=no_losses, epochs=1).fit(x, y, sample_weight=WEIGHTS)
+    smooth = LabelSmoothingCrossEntropyFlat(weight=CLASS_WEIGHT)  # a sum of two means
+    with pytest.raises(LossError, match=r'average to .* mean over samples'):
+        Classifier(nn.Linear(4, 3).double(), loss_func=smooth).fit(x, y, sample_weight=WEIGHTS)
     labels = np.eye(150)[:, :2]
     with pytest.raises(OptionError, match=r'class_weight.*pos_weight'):
         Classifier(class_weight='balanced').fit(x, labels)
