@@ -319,7 +319,8 @@ class WeightedLoss(nn.Module):
         self.func = func
         keywords = getattr(func, 'keywords', {})
         self.reduction = getattr(func, 'reduction', keywords.get('reduction', 'mean'))
-        self._is_checked = not isinstance(denominator_of(func), Unknown)
+        self.denominator = denominator_of(func)
+        self._is_checked = not isinstance(self.denominator, Unknown)
 
     def forward(self, pred: Tensor, targ: Tensor, weights: Tensor | None = None) -> Tensor:
         if weights is None:
@@ -363,7 +364,7 @@ class WeightedLoss(nn.Module):
         n_elements: int,  # number of losses per sample
     ) -> Tensor | int:
         "Return what each sample adds to the denominator of the mean."
-        denominator = denominator_of(self.func)
+        denominator = self.denominator
         if not isinstance(denominator, ClassTargets) or targ.is_floating_point():
             return n_elements
         is_counted = targ != denominator.ignore_index
@@ -384,12 +385,11 @@ class WeightedSamples(Denominator):
 
     def __init__(self, loss: WeightedLoss) -> None:
         self.loss = loss
-        self._unweighted = denominator_of(loss.func)
 
     @override
     def count(self, yb: tuple[Any, ...]) -> Any:
         if len(yb) < 2:
-            return self._unweighted.count(yb)
+            return self.loss.denominator.count(yb)
         if self.loss.reduction == 'sum':
             return None
         targ, weights = yb

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnkit import AccumMetric, GradientAccumulation, LossError, MixUp, OptionError, accuracy
+from learnkit.engine.denominator import denominator_of
 from learnkit.losses import (
     CrossEntropyLossFlat,
     FocalLossFlat,
@@ -305,6 +306,11 @@ def test_a_loss_of_each_element_and_of_no_weights() -> None:
     assert loss(pred, targ, torch.tensor([1.0, 2.0])).tolist() == [[1.0, 9.0], [8.0, 8.0]]
     loss.reduction = 'mean'
     assert loss(pred, targ).item() == 18 / 4
+    loss = WeightedLoss(nn.CrossEntropyLoss(CLASS_WEIGHT, ignore_index=0))
+    targets = torch.tensor([0, 1, 1, 2])
+    count = denominator_of(loss).count
+    assert count((targets,)) == 2 + 2 + 0.5
+    assert count((targets, torch.tensor([9.0, 1.0, 0.0, 4.0]))) == 2 + 4 * 0.5
 
 
 def test_weights_that_cannot_be_used_are_refused() -> None:

@@ -85,6 +85,9 @@ def test_one_score_per_class_of_three_classes() -> None:
     np.testing.assert_allclose(model.predict_proba(x), expected, rtol=1e-5)
     assert model.score(x, y) > 0.9
     assert get_scorer('roc_auc_ovr')(model, x, y) > 0.98
+    with torch.no_grad():
+        model.learner_.model[-1].bias.fill_(-1000)  # every probability is 0 in float32
+    np.testing.assert_allclose(model.predict_proba(x), 1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +268,16 @@ def test_a_class_of_a_loss_and_other_targets_than_before_are_refused() -> None:
     model = Regressor(**FEW).fit(X, Y)
     with pytest.raises(ValueError, match=r'\(120, 2\).*\(\)'):
         model.partial_fit(X, np.stack([Y, Y], 1))
+
+
+def test_tags_name_what_an_estimator_can_do() -> None:
+    for model, takes_labels in (
+        (Classifier(), True),
+        (Classifier(loss_func=nn.SoftMarginLoss()), True),
+        (Classifier(loss_func=nn.MultiMarginLoss()), False),
+        (Classifier(class_weight='balanced'), False),
+    ):
+        assert model.__sklearn_tags__().classifier_tags.multi_label == takes_labels
 
 
 def test_targets_that_are_no_classes_are_refused() -> None:
