@@ -125,6 +125,7 @@ class BaseLoss(nn.Module):
         return replace(
             outputs,
             activate=self.activation,
+            decode=self.decodes,
             are_probabilities=outputs.are_probabilities
             and (has_activation or outputs.activate is noop),
         )
@@ -169,7 +170,8 @@ class _ClassScores:
 
     def loss_outputs(self) -> Outputs:
         "Return that the predictions are scores of classes."
-        return Outputs('classes', self.activation, self.decodes, are_probabilities=True)
+        activate, decode = self.activation, self.decodes
+        return Outputs('classes', activate, decode, are_probabilities=True, contains='softmax')
 
 
 class _ClassLoss(_ClassScores, BaseLoss):

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from learnkit.callbacks.mixup import compute_unreduced
 from learnkit.callbacks.tracking import EarlyStoppingCallback, SaveModelCallback
-from learnkit.core.activation import find_activation, outputs_of
+from learnkit.core.activation import Outputs, find_activation, find_decoder, outputs_of
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import LossError, OptionError
 from learnkit.core.model import name_of, unwrap_partial
@@ -372,6 +372,18 @@ class WeightedLoss(nn.Module):
         if weight is None:
             return is_counted
         return torch.where(is_counted, weight[torch.where(is_counted, targ, 0)], 0)
+
+    def activation(self, x: Any) -> Any:
+        "Return the activation of the loss inside."
+        return find_activation(self.func)(x)
+
+    def decodes(self, x: Any) -> Any:
+        "Return the predicted targets of the loss inside."
+        return find_decoder(self.func)(x)
+
+    def loss_outputs(self) -> Outputs:
+        "Return what the outputs mean to the loss inside."
+        return outputs_of(self.func)
 
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the weighted mean."

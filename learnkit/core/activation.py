@@ -39,6 +39,7 @@ class Outputs:
     activate: Function = noop  # from outputs to probabilities
     decode: Function = noop  # from probabilities to predicted targets
     are_probabilities: bool = False  # whether `activate` returns probabilities
+    contains: str = ''  # 'softmax' or 'sigmoid', if the loss function applies one to the outputs
 
 
 def outputs_of(
@@ -54,7 +55,7 @@ def outputs_of(
     ('labels', False)
     """
     loss_func = unwrap_partial(loss_func)
-    if isinstance(loss_func, type):  # an error elsewhere
+    if isinstance(loss_func, type):  # raises `LossError` when it is used
         return Outputs('')
     if hasattr(loss_func, 'loss_outputs'):
         outputs: Outputs = loss_func.loss_outputs()
@@ -131,22 +132,19 @@ def _exceeds_half(x: Tensor) -> Tensor:
     return x > 0.5
 
 
+_SOFTMAX = Outputs('classes', _softmax, _argmax, are_probabilities=True, contains='softmax')
+_SIGMOID = Outputs(
+    'labels', torch.sigmoid, _exceeds_half, are_probabilities=True, contains='sigmoid'
+)
+
 # torch's losses of classification, as modules and as functions, and what outputs mean to each
 _TORCH_LOSSES: list[tuple[type, tuple[Any, ...], Outputs]] = [
-    (nn.CrossEntropyLoss, (F.cross_entropy,), Outputs('classes', _softmax, _argmax, True)),
+    (nn.CrossEntropyLoss, (F.cross_entropy,), _SOFTMAX),
     (nn.NLLLoss, (F.nll_loss,), Outputs('classes', torch.exp, _argmax, True)),
     (nn.MultiMarginLoss, (F.multi_margin_loss,), Outputs('classes', noop, _argmax)),
     (nn.BCELoss, (F.binary_cross_entropy,), Outputs('labels', noop, _exceeds_half, True)),
-    (
-        nn.BCEWithLogitsLoss,
-        (F.binary_cross_entropy_with_logits,),
-        Outputs('labels', torch.sigmoid, _exceeds_half, True),
-    ),
-    (
-        nn.MultiLabelSoftMarginLoss,
-        (F.multilabel_soft_margin_loss,),
-        Outputs('labels', torch.sigmoid, _exceeds_half, True),
-    ),
+    (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), _SIGMOID),
+    (nn.MultiLabelSoftMarginLoss, (F.multilabel_soft_margin_loss,), _SIGMOID),
     (nn.SoftMarginLoss, (F.soft_margin_loss,), Outputs('signs')),
     (nn.HingeEmbeddingLoss, (F.hinge_embedding_loss,), Outputs('distances')),
 ]

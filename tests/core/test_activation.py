@@ -80,3 +80,13 @@ def test_what_outputs_mean_to_other_losses() -> None:
     ):
         found = outputs_of(loss_func)
         assert (found.targets, found.are_probabilities) == (targets, are_probabilities)
+
+
+def test_losses_that_contain_an_activation() -> None:
+    contained = {
+        'softmax': (nn.CrossEntropyLoss(), F.cross_entropy, FocalLossFlat(), DiceLoss()),
+        'sigmoid': (nn.BCEWithLogitsLoss(), BCEWithLogitsLossFlat(), nn.MultiLabelSoftMarginLoss()),
+        '': (nn.NLLLoss(), nn.BCELoss(), BCELossFlat(), nn.MultiMarginLoss(), nn.MSELoss(), None),
+    }
+    for kind, losses in contained.items():
+        assert [outputs_of(loss).contains for loss in losses] == [kind] * len(losses)

@@ -306,6 +306,13 @@ def test_a_loss_of_each_element_and_of_no_weights() -> None:
     assert loss(pred, targ, torch.tensor([1.0, 2.0])).tolist() == [[1.0, 9.0], [8.0, 8.0]]
     loss.reduction = 'mean'
     assert loss(pred, targ).item() == 18 / 4
+    weighted = Classifier(nn.Linear(4, 3), epochs=1).fit(*IRIS, sample_weight=WEIGHTS)
+    loader = [(torch.tensor(IRIS[0], dtype=torch.float32),)]
+    probs, _, decoded = weighted.learner_.get_preds(dl=loader, with_decoded=True)
+    np.testing.assert_allclose(probs, weighted.predict_proba(IRIS[0]), rtol=1e-5)
+    np.testing.assert_array_equal(decoded, weighted.predict(IRIS[0]))
+    with pytest.warns(UserWarning, match='ends with a softmax'):
+        Classifier(nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), epochs=1).fit(*IRIS, WEIGHTS)
     loss = WeightedLoss(nn.CrossEntropyLoss(CLASS_WEIGHT, ignore_index=0))
     targets = torch.tensor([0, 1, 1, 2])
     count = denominator_of(loss).count
