@@ -779,6 +779,7 @@ class Learner(Loop):
         beta: float | None = 0.25,  # weight of the plain predictions; None: both, augmented first
         use_max: bool = False,  # maximum of the augmented predictions instead of their mean
         augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
+        undo: Callable[[Any], Any] | None = None,  # f(preds) -> predictions of the plain inputs
     ) -> tuple[Any, Any]:  # predictions, targets
         """Predict with test-time augmentation: `lerp(augmented, plain, beta)`.
 
@@ -786,12 +787,23 @@ class Learner(Loop):
         for example with a torchvision transform. Each of the `n` passes draws new random numbers; the random generators
         are restored. Several outputs are averaged separately.
 
-        Raises `OptionError` if the data has no augmentation, or if `n` is not positive.
+        Predictions of each position, such as masks, move with the inputs: `undo` gets the model's outputs for an
+        augmented batch, right after `augment` got the batch, and moves them back. A warning names predictions with the
+        size of the inputs if there is no `undo`.
+
+        Raises `OptionError` if the data has no augmentation, if `n` is not positive, or if the predictions of augmented
+        inputs have another shape.
 
         >>> from learnkit.testing import synth_learner
         >>> preds, targs = synth_learner(default_cbs=False).tta(augment=lambda x: x + 0.1 * torch.randn_like(x))
         >>> preds.shape
         torch.Size([32, 1])
+
+        A model that segments images, with mirrored images:
+
+        >>> from learnkit import Learner
+        >>> learn = Learner([(torch.rand(2, 3, 8, 8), torch.zeros(2, 1, 8, 8))], nn.Conv2d(3, 1, 1), nn.MSELoss())
+        >>> masks, targs = learn.tta(0, n=1, augment=lambda x: x.flip(-1), undo=lambda masks: masks.flip(-1))
         """
 
     @implemented_in('learnkit.inference.show')

@@ -11,13 +11,16 @@ Shapes that do not match raise `LossError`, also if torch would broadcast them. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import noop
 from torch import Tensor, nn
 from typing_extensions import override
 
+from learnkit.core.activation import Outputs, outputs_of
 from learnkit.core.errors import LossError, OptionError
 from learnkit.engine.denominator import (
     ClassTargets,
@@ -115,6 +118,18 @@ class BaseLoss(nn.Module):
             denominator.axis = self.axis
         return denominator
 
+    def loss_outputs(self) -> Outputs:
+        "Return what the predictions mean to the wrapped loss; without an activation, logits stay logits."
+        outputs = outputs_of(self.func)
+        has_activation = type(self).activation is not BaseLoss.activation
+        return replace(
+            outputs,
+            activate=self.activation,
+            decode=self.decodes,
+            are_probabilities=outputs.are_probabilities
+            and (has_activation or outputs.activate is noop),
+        )
+
     def _check_fit(self, inp: Tensor, targ: Tensor) -> None:
         check_axis(self, inp)
         if not self.flatten:
@@ -152,6 +167,11 @@ class _ClassScores:
     def decodes(self, x: Tensor) -> Tensor:
         "Return the class with the highest score."
         return x.argmax(self.axis)
+
+    def loss_outputs(self) -> Outputs:
+        "Return that the predictions are scores of classes."
+        activate, decode = self.activation, self.decodes
+        return Outputs('classes', activate, decode, are_probabilities=True, contains='softmax')
 
 
 class _ClassLoss(_ClassScores, BaseLoss):

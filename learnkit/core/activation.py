@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations and decoders of loss functions: from a model's outputs to probabilities and to predicted targets."""
+"""What the outputs of a model mean to a loss function: probabilities, scores or numbers, and of which targets.
+
+`outputs_of` describes the outputs, `find_activation` returns the function from outputs to probabilities, and
+`find_decoder` the function from probabilities to predicted targets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +17,57 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnkit.core.model import unwrap_partial
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the outputs of a model mean to a loss function.
+
+    `targets` is the kind of targets that the loss function compares them with:
+
+    - 'classes': numbers of classes; the outputs are one score per class
+    - 'labels': 0 or 1 for each output
+    - 'signs': -1 or 1 for each output
+    - 'distances': -1 or 1 for each output, which is a distance: small for 1
+    - 'numbers': any number for each output
+    - '': unknown
+    """
+
+    targets: str
+    activate: Function = noop  # from outputs to probabilities
+    decode: Function = noop  # from probabilities to predicted targets
+    are_probabilities: bool = False  # whether `activate` returns probabilities
+    contains: str = ''  # 'softmax' or 'sigmoid', if the loss function applies one to the outputs
+
+
+def outputs_of(
+    loss_func: Any,  # loss function of learnkit, of torch, or any other
+) -> Outputs:
+    """Return what the outputs of a model mean to a loss function.
+
+    Losses of torch are recognized: modules, functions, and a `functools.partial` of a function. Any other loss may
+    define a method `loss_outputs()`, which returns `Outputs`, or only a method `activation`, which returns
+    probabilities.
+
+    >>> outputs_of(nn.BCEWithLogitsLoss()).targets, outputs_of(nn.MultiMarginLoss()).are_probabilities
+    ('labels', False)
+    """
+    loss_func = unwrap_partial(loss_func)
+    if isinstance(loss_func, type):  # raises `LossError` when it is used
+        return Outputs('')
+    if hasattr(loss_func, 'loss_outputs'):
+        outputs: Outputs = loss_func.loss_outputs()
+        return outputs
+    entry = _find_entry(loss_func)
+    if entry is not None:
+        return entry
+    owner = type(loss_func) if isinstance(loss_func, nn.Module) else loss_func
+    if str(getattr(owner, '__module__', '')).startswith('torch.'):
+        return Outputs('numbers')
+    activate = getattr(loss_func, 'activation', None)
+    return Outputs('', activate or noop, are_probabilities=activate is not None)
 
 
 def find_activation(
@@ -31,7 +86,7 @@ def find_activation(
         own: Callable[[Any], Any] = loss_func.activation
         return own
     entry = _find_entry(loss_func)
-    return noop if entry is None else partial(_apply, entry[0])
+    return noop if entry is None else partial(_apply, entry.activate)
 
 
 def find_decoder(
@@ -39,8 +94,8 @@ def find_decoder(
 ) -> Callable[[Any], Any]:
     """Return the function that turns probabilities into predicted targets, or `noop` if the loss has no such function.
 
-    An attribute `loss_func.decodes` takes precedence. torch's cross-entropy and negative log-likelihood decode to the
-    most probable class of dimension 1, its binary cross-entropies to True for each label with a probability above 0.5.
+    An attribute `loss_func.decodes` takes precedence. torch's losses of class numbers decode to the class of dimension
+    1 with the highest score, its binary cross-entropies to True for each label with a probability above 0.5.
 
     >>> find_decoder(nn.CrossEntropyLoss())(torch.tensor([[0.2, 0.8], [0.7, 0.3]]))
     tensor([1, 0])
@@ -49,18 +104,15 @@ def find_decoder(
         own: Callable[[Any], Any] = loss_func.decodes
         return own
     entry = _find_entry(loss_func)
-    return noop if entry is None else partial(_apply, entry[1])
+    return noop if entry is None else partial(_apply, entry.decode)
 
 
-Function = Callable[[Tensor], Tensor]
-
-
-def _find_entry(loss_func: Any) -> tuple[Function, Function] | None:
-    "Return the activation and the decoder of one of torch's losses of classification, or None."
+def _find_entry(loss_func: Any) -> Outputs | None:
+    "Return the outputs of one of torch's losses of classification, or None."
     loss_func = unwrap_partial(loss_func)
-    for classes, functions, activate, decode in _TORCH_LOSSES:
+    for classes, functions, outputs in _TORCH_LOSSES:
         if isinstance(loss_func, classes) or loss_func in functions:
-            return activate, decode
+            return outputs
     return None
 
 
@@ -80,11 +132,19 @@ def _exceeds_half(x: Tensor) -> Tensor:
     return x > 0.5
 
 
-# torch's losses of classification, as modules and as functions, each with its activation and its decoder
-_TORCH_LOSSES: list[tuple[type, tuple[Any, ...], Function, Function]] = [
-    (nn.CrossEntropyLoss, (F.cross_entropy,), _softmax, _argmax),
-    (nn.NLLLoss, (F.nll_loss,), torch.exp, _argmax),
-    (nn.BCELoss, (F.binary_cross_entropy,), noop, _exceeds_half),
-    (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), torch.sigmoid, _exceeds_half),
-    (nn.MultiLabelSoftMarginLoss, (F.multilabel_soft_margin_loss,), torch.sigmoid, _exceeds_half),
+_SOFTMAX = Outputs('classes', _softmax, _argmax, are_probabilities=True, contains='softmax')
+_SIGMOID = Outputs(
+    'labels', torch.sigmoid, _exceeds_half, are_probabilities=True, contains='sigmoid'
+)
+
+# torch's losses of classification, as modules and as functions, and what outputs mean to each
+_TORCH_LOSSES: list[tuple[type, tuple[Any, ...], Outputs]] = [
+    (nn.CrossEntropyLoss, (F.cross_entropy,), _SOFTMAX),
+    (nn.NLLLoss, (F.nll_loss,), Outputs('classes', torch.exp, _argmax, True)),
+    (nn.MultiMarginLoss, (F.multi_margin_loss,), Outputs('classes', noop, _argmax)),
+    (nn.BCELoss, (F.binary_cross_entropy,), Outputs('labels', noop, _exceeds_half, True)),
+    (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), _SIGMOID),
+    (nn.MultiLabelSoftMarginLoss, (F.multilabel_soft_margin_loss,), _SIGMOID),
+    (nn.SoftMarginLoss, (F.soft_margin_loss,), Outputs('signs')),
+    (nn.HingeEmbeddingLoss, (F.hinge_embedding_loss,), Outputs('distances')),
 ]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
+from learnkit.core.activation import outputs_of
 from learnkit.core.batch import apply_model, form_of, map_tensors, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
-from learnkit.core.model import name_of, unwrap_partial
+from learnkit.core.model import name_of
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
     check_count,
@@ -22,7 +22,7 @@ from learnkit.core.validation import (
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
-from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
+from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
 from learnkit.metrics.base import Metric
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
-_BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
 
 LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
@@ -90,11 +89,7 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
 
 def contains_activation(loss_func: Any) -> str:
     "Return 'softmax' or 'sigmoid' if a loss function of logits contains one, else an empty string."
-    loss_func = unwrap_partial(loss_func)
-    if isinstance(loss_func, CROSS_ENTROPIES) or loss_func is functional.cross_entropy:
-        return 'softmax'
-    is_binary = loss_func is functional.binary_cross_entropy_with_logits
-    return 'sigmoid' if is_binary or isinstance(loss_func, _BINARY) else ''
+    return outputs_of(loss_func).contains
 
 
 def warn_of_activation(learn: Learner) -> None:

@@ -44,7 +44,7 @@ from learnkit.core.random import (
     restore_rng,
     seed_all,
 )
-from learnkit.core.validation import check_count
+from learnkit.core.validation import check_count, warn_user
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
 from learnkit.data.shard import Shard
 from learnkit.data.tensors import is_rows
@@ -340,10 +340,12 @@ def tta(
     beta: float | None,
     use_max: bool,
     augment: Callable[..., Any] | None,
+    undo: Callable[[Any], Any] | None,
 ) -> tuple[Any, Any]:
     "Predict with test-time augmentation: `lerp(augmented, plain, beta)`."
     check_count('n', n)
     check_function('augment', augment)
+    check_function('undo', undo)
     dl = make_unshuffled(_choose_loader(learn, ds_idx, dl))
     if item_tfms is not None or batch_tfms is not None:
         dl = _replace_transforms(dl, item_tfms, batch_tfms)
@@ -361,12 +363,14 @@ def tta(
         if isinstance(plain, list) and isinstance(plain[0], Mapping):
             raise BatchError(f'tta: {describe(plain)}, one dict a sample, has no average.')
         augmented: Any = None
+        augmenter = Augmenter(augment, undo)
         for _ in range(n):
-            preds, new_targs = _predict_augmented(learn, dl, open_train_split, augment)
+            preds, new_targs = _predict_augmented(learn, dl, open_train_split, augmenter)
             if not are_equal(new_targs, targs, others=True):
                 raise LoaderError(
                     'tta: this loader gives other samples each time. Pass `dl=` one that does not shuffle.'
                 )
+            _check_shapes(plain, preds)
             augmented = preds if augmented is None else _combine_tensors(combine, augmented, preds)
     if use_max:
         return _combine_tensors(torch.maximum, plain, augmented), targs
@@ -377,10 +381,9 @@ def tta(
 
 
 def _predict_augmented(
-    learn: Learner, dl: Any, open_split: Any, augment: Callable[..., Any] | None
+    learn: Learner, dl: Any, open_split: Any, cbs: Callback | None
 ) -> tuple[Any, Any]:
     "Predict once, and reseed the random generators, so that the next call draws different numbers."
-    cbs = _make_augmenter(augment) if augment else None
     with open_split() if open_split else nullcontext():
         res: tuple[Any, Any] = learn.get_preds(dl=dl, cbs=cbs)
     seed_all(draw_seed())
@@ -523,16 +526,72 @@ def _make_input_callback() -> Callback:
     return cb
 
 
-def _make_augmenter(augment: Callable[..., Any]) -> Callback:
-    "Return a callback that augments the inputs of each batch."
+class Augmenter(Callback):
+    "Augment the inputs of each batch, and map its predictions back to the plain inputs."
 
-    def before_batch(cb: Callback) -> None:
-        xb = cb.learn.xb
-        augmented = augment(*xb)
+    def __init__(
+        self,
+        augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs
+        undo: Callable[[Any], Any] | None = None,  # f(preds) -> predictions of the plain inputs
+    ) -> None:
+        self.augment = augment
+        self.undo = undo
+        self._has_checked = False
+
+    def before_batch(self) -> None:
+        if self.augment is None:
+            return
+        xb = self.learn.xb
+        augmented = self.augment(*xb)
         is_one_list = len(xb) == 1 and isinstance(xb[0], (tuple, list))
-        cb.learn.xb = (augmented,) if is_one_list else _as_tuple(augmented)
+        self.learn.xb = (augmented,) if is_one_list else _as_tuple(augmented)
 
-    return Callback(before_batch=before_batch)
+    def after_batch(self) -> None:
+        learn = self.learn
+        if 'pred' not in vars(learn):  # another callback cancelled the batch
+            return
+        if self.undo is not None:
+            learn.pred = self.undo(learn.pred)
+        elif not self._has_checked:
+            self._has_checked = True
+            if learn.world.is_first:
+                _warn_of_positions(learn.xb, learn.pred)
+
+
+def _warn_of_positions(xb: tuple[Any, ...], pred: Any) -> None:
+    "Warn if predictions have a value for each position of an input, which an augmentation may have moved."
+    preds = tensors_in(pred)
+    pairs = [(x, p) for x in tensors_in(xb) for p in preds if _has_positions(x, p)]
+    if pairs:
+        x, p = pairs[0]
+        warn_user(
+            f'tta: the predictions {describe(p)} have the size of the inputs {describe(x)}. An augmentation that '
+            'moves positions, such as a flip, needs `undo=f`, where f(predictions) moves them back. For any other, '
+            '`undo=lambda preds: preds` ends this warning.'
+        )
+
+
+def _has_positions(
+    x: Tensor,  # input (samples, channels, height, width), or (samples, time, features)
+    pred: Tensor,
+) -> bool:
+    "Return True if predictions have the height and width of an input, or its time; maps may be smaller."
+    if pred.ndim == x.ndim > 3:
+        return True
+    size = x.shape[2:]
+    if size and pred.ndim > len(size) and pred.shape[-len(size) :] == size:
+        return True
+    return x.ndim == 3 and pred.ndim == 3 and pred.shape[:2] == x.shape[:2]
+
+
+def _check_shapes(plain: Any, augmented: Any) -> None:
+    "Raise `OptionError` if augmented predictions cannot be averaged with the plain ones."
+    shapes = [[tuple(t.shape) for t in tensors_in(preds)] for preds in (plain, augmented)]
+    if shapes[0] != shapes[1]:
+        raise OptionError(
+            f'tta: the predictions are {describe(plain)}, and of augmented inputs {describe(augmented)}. Give '
+            '`undo=f`, where f(predictions) returns them in the shape of the plain ones.'
+        )
 
 
 def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:

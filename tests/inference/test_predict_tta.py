@@ -133,3 +133,95 @@ def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:
     weighted = DataLoader(dataset, 4, sampler=WeightedRandomSampler(torch.ones(13), 13))
     with pytest.raises(LoaderError, match='other samples'):
         make().tta(dl=weighted, augment=abs)
+
+
+# -- predictions of positions ----------------------------------------------------------------------
+
+IMAGES = torch.rand(10, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+EDGES = nn.Conv2d(3, 2, 3, padding=1)
+
+
+def make_dense(model: nn.Module, x: Tensor = IMAGES) -> Learner:
+    with torch.no_grad():
+        targets = torch.zeros_like(model(x)[0] if isinstance(model, Heads) else model(x))
+    dls = DataLoaders(TensorLoader(x, targets, bs=4), TensorLoader(x, targets, bs=4))
+    return Learner(dls, model, lambda pred, targ: torch.zeros(()), default_cbs=False)
+
+
+class Heads(nn.Module):
+    "Return the masks and a score of the whole image."
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        masks = EDGES(x)
+        return masks, masks.mean((2, 3))
+
+
+def flip(x: Tensor) -> Tensor:
+    return x.flip(-1)
+
+
+def test_undo_moves_masks_back() -> None:
+    with torch.no_grad():
+        plain, mirrored = EDGES(IMAGES), flip(EDGES(flip(IMAGES)))
+    preds, _ = make_dense(EDGES).tta(n=2, augment=flip, undo=flip, beta=0.25)
+    assert torch.allclose(preds, 0.25 * plain + 0.75 * mirrored, atol=1e-6)
+    preds, _ = make_dense(EDGES).tta(n=1, augment=flip, undo=flip, use_max=True)
+    assert torch.allclose(preds, torch.maximum(plain, mirrored), atol=1e-6)
+    (masks, score), _ = make_dense(Heads()).tta(
+        n=1, augment=flip, undo=lambda out: (flip(out[0]), out[1]), beta=0.0
+    )
+    assert torch.allclose(masks, mirrored, atol=1e-6)
+    assert torch.allclose(score, mirrored.mean((2, 3)), atol=1e-6)
+
+
+def test_undo_knows_the_draw_of_its_batch() -> None:
+    class Shift:
+        "Shift the images of each batch by another number of pixels."
+
+        n = 0
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return x.roll(self.n, -1)
+
+        def undo(self, preds: Tensor) -> Tensor:
+            return preds.roll(-self.n, -1)
+
+    pointwise = nn.Conv2d(3, 1, 1)
+    shift = Shift()
+    preds, _ = make_dense(pointwise).tta(n=3, augment=shift, undo=shift.undo)
+    assert torch.allclose(preds, pointwise(IMAGES), atol=1e-6) and shift.n == 9
+
+
+@pytest.mark.parametrize(
+    ('model', 'x'),
+    [
+        (EDGES, IMAGES),
+        (nn.Sequential(EDGES, nn.MaxPool2d(2)), IMAGES),
+        (nn.Sequential(nn.Conv2d(3, 1, 1), nn.Flatten(1, 2)), IMAGES),  # masks (B, H, W)
+        (Heads(), IMAGES),
+        (nn.Conv1d(2, 3, 3, padding=1), torch.rand(6, 2, 9)),
+        (nn.Linear(2, 5), torch.rand(6, 9, 2)),  # a prediction for each time
+        (nn.Conv3d(1, 2, 1), torch.rand(6, 1, 4, 4, 4)),
+    ],
+)
+def test_predictions_of_positions_without_undo_are_reported_once(model: Any, x: Tensor) -> None:
+    learn = make_dense(model, x)
+    with pytest.warns(UserWarning, match='undo=f') as found:
+        learn.tta(n=3, augment=torch.clone)
+    assert len(found) == 1 and 'predict.py' not in found[0].filename
+    learn.tta(n=1, augment=torch.clone, undo=lambda preds: preds)
+
+
+def test_scores_of_whole_images_need_no_undo() -> None:
+    classifier = nn.Sequential(nn.Flatten(), nn.Linear(108, 6))
+    make_dense(classifier).tta(n=1, augment=flip)
+    make_dense(nn.Linear(4, 4), torch.rand(6, 4)).tta(n=1, augment=flip)
+
+
+def test_predictions_of_another_shape_are_refused() -> None:
+    learn = make_dense(EDGES)
+    with pytest.raises(OptionError, match=r'6, 6.*3, 6.*undo'):
+        learn.tta(augment=lambda x: x[:, :, ::2], undo=lambda preds: preds)
+    with pytest.raises(OptionError, match='undo'):
+        learn.tta(augment=flip, undo=flip(IMAGES))  # type: ignore[arg-type]
