@@ -11,7 +11,7 @@ from weakref import ref
 from fastcore.basics import camel2snake
 from typing_extensions import override
 
-from learnkit.core.errors import add_note
+from learnkit.core.errors import add_place
 from learnkit.core.model import bare_model, takes_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
@@ -242,7 +242,7 @@ class _FromComposer(Callback):
             with self.host.composer_modes():
                 hook()
         except Exception as e:
-            add_note(e, f'in {type(self.wrapped).__name__}.{name}, a Composer-style callback')
+            add_place(e, f'{type(self.wrapped).__name__}.{name}, a Composer-style callback')
             raise
 
     def _find_hook(self, name: str) -> Callable[[], Any] | None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
-from learnkit.core.errors import CallbackError, add_note
+from learnkit.core.errors import CallbackError, add_note, add_place
 from learnkit.core.model import model_device, preserved_modes
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
@@ -442,7 +442,7 @@ class _FromKsuit(Callback):
         except Exception as e:
             if type(e).__name__ == 'EarlyStopIteration':
                 return self._stop_early()
-            add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
+            add_place(e, f'{type(self.wrapped).__name__}.{name}, a ksuit-style callback')
             raise
 
     def _stop_early(self) -> None:
