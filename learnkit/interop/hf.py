@@ -87,7 +87,7 @@ class _FromHF(Callback):
         found = own_hooks(cb, HOOKS)
         # the base class defines all hooks, which do nothing
         self.hooks = {k: f for k, f in found.items() if not _is_of_base(f)}
-        check_style(cb, HOOKS, self.hooks, 'Trainer', 'from_hf')
+        check_style(cb, HOOKS, self.hooks, "Hugging Face's Trainer", 'from_hf')
         note_attributes(cb)
         self.wrapped = cb
         self.args = args

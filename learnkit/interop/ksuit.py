@@ -30,6 +30,7 @@ from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
 from learnkit.interop.hooks import (
     batches_per_step,
+    check_kind,
     check_style,
     load_state,
     own_hooks,
@@ -162,6 +163,7 @@ class _FromKsuit(Callback):
             raise CallbackError(
                 f'from_ksuit({cb!r}, {", ".join(config)}): options are for the constructor of a class.'
             )
+        check_kind(cb, 'ksuit', 'from_ksuit')
         self._config = config
         self._cls: type = cb if isinstance(cb, type) else type(cb)
         self.wrapped: Any = None  # the ksuit callback; None until it is constructed
@@ -208,9 +210,9 @@ class _FromKsuit(Callback):
 
     def _wrap(self, cb: Any) -> None:
         "Store the callback and its hooks, and add handlers for the events of a batch that it needs."
-        note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
+        note_attributes(cb)
         self.wrapped = cb
         self._inner_hooks = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
         self._hooks = {**self._inner_hooks, **found}
