@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
+from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.model import has_lazy_tensors
 from learnkit.core.roles import find_averaged, matches
@@ -275,6 +276,7 @@ def copy_values(tensors: list[Tensor], values: list[Tensor]) -> None:
     "Copy values into a model's tensors, hidden from autograd graphs, which see the old ones again."
     for t, value in zip(local_shards(tensors), local_shards(values), strict=True):
         t.data.copy_(value)
+    drop_casts()
 
 
 def find_tensors(model: nn.Module) -> dict[str, Tensor]:

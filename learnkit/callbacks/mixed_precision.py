@@ -52,6 +52,10 @@ class MixedPrecision(Callback):
     In training, torch's cross-entropy gets the scores in half precision and converts them while it
     reads them, which is faster and takes less memory. Callbacks get float32 from `after_loss` on.
 
+    Autocast casts each weight once in a forward pass. Optimizer steps, `EMA`, `SAM` and `load` drop
+    the casts, so a forward pass that spans several steps sees the weights after each. Code that
+    changes weights itself within a forward pass calls `torch.clear_autocast_cache()`.
+
     Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass
     (`loss_grad`; the reported `loss` never is) and the gradients are divided by it before they are
     clipped or used for a step (Micikevicius et al., 2018, section 3.2). If a gradient is not

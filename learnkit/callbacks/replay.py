@@ -16,7 +16,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint.state import COUNTERS
-from learnkit.core.errors import CancelException, FitError
+from learnkit.core.errors import CancelException, FitError, list_places
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback, declared
@@ -72,7 +72,7 @@ class Replay(Callback):
         self._trained: Drawn | None = None  # last batch of training
         self._current: Drawn | None = None  # batch that is under way
         self._failed: Drawn | None = None  # batch in which the run failed
-        self._error_notes = ''  # notes of the exception that ended the run
+        self._error_places: tuple[str, ...] = ()  # places of the exception that ended the run
         self._modes: list[tuple[nn.Module, bool]] = []  # modules, with True for training mode
         self._run_callbacks: list[Any] = []  # callbacks of the run
         self._indices: list[Any] | None = None  # data-set indices of the failed batch
@@ -84,7 +84,7 @@ class Replay(Callback):
         if self.learn.fitting:
             self._reset()
         self._current = self._failed = self._indices = None
-        self._error_notes = ''
+        self._error_places = ()
         self.learn.parts.replay_source = self
 
     def before_train(self) -> None:
@@ -111,7 +111,8 @@ class Replay(Callback):
         "Keep the state that the end of the run resets."
         self._record_run()
         self._failed = self._current
-        self._error_notes = ' '.join(getattr(self.learn.error, '__notes__', ()))
+        error = self.learn.error
+        self._error_places = () if error is None else list_places(error)
         if self._current is not None and self._current.state['training']:
             self._indices = self.learn.parts.passes.indices(self.learn)
 
@@ -161,7 +162,7 @@ def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
             return False
         if not declared(cb, 'remove_on_find') or declared(cb, 'follows_weights'):
             return True
-        return f'in {type(cb).__name__}.' in source._error_notes
+        return any(p.startswith(f'{type(cb).__name__}.') for p in source._error_places)
 
     removed = [cb for cb in source._run_callbacks if takes_part(cb) and cb not in learn.cbs]
     with learn.added_cbs(removed), ExitStack() as stack:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option
+from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import OptionError
 from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
 from learnkit.core.validation import is_number
@@ -107,11 +108,13 @@ class SAM(Callback):
         norm = total_norm(p.grad for p in params)
         scale = self.rho / (norm + EPS)
         torch._foreach_add_(weights, [grad * scale for grad in grads])
+        drop_casts()
 
     @torch.no_grad()
     def _restore(self) -> None:
         for p, value in self._weights:
             p.copy_(value)
+        drop_casts()
         restore_buffers(self._buffers)
         self._weights = []
         self._buffers = []

@@ -25,7 +25,7 @@ from learnkit.checkpoint.file import damaged_error, shorten_error
 from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
-from learnkit.distributed.comm import Comm
+from learnkit.distributed.comm import Comm, new_host_group
 from learnkit.distributed.dtensor import full_tensor, is_dtensor, list_shardings
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ class Writers:
     """
 
     def __init__(self, world: Comm) -> None:
-        import torch.distributed as dist
-
-        group = dist.new_group(backend='gloo', timeout=timedelta(seconds=world.timeout_s))
+        group = new_host_group(timedelta(seconds=world.timeout_s))
         self.world = Comm(world.rank, world.size, world.local_rank, world.timeout_s, group)
 
     def write(

@@ -17,6 +17,7 @@ from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
+from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.model import bare_model, check_has_values, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
@@ -256,6 +257,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = Tr
             name: distribute_like(value, current.get(name)) for name, value in weights.items()
         }
     model.load_state_dict(weights, strict=strict)
+    drop_casts()
 
 
 def compare_stored(learn: Learner, stored: Stored, strict: bool = True) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+PLACES = 'learnkit_places'  # attribute of an exception with the places where it was raised
+
 
 class CancelException(Exception):
     """Base class of the exceptions that skip the rest of one level of the loop.
@@ -170,6 +172,33 @@ def add_note(e: BaseException, note: str) -> None:
         e.add_note(note)
     except Exception:
         pass
+
+
+def add_place(
+    e: BaseException,
+    place: str,  # callback and event, or phase, as 'Recorder.after_batch (epoch 0, batch 3)'
+) -> None:
+    """Add a note about where an exception was raised, and record the place.
+
+    The record is an attribute of the exception, which is pickled with it. Notes of users are not places.
+
+    >>> e = ValueError('broken')
+    >>> e.add_note('in row 7 of data.csv')
+    >>> add_place(e, 'Recorder.after_batch (epoch 0, batch 3)')
+    >>> e.__notes__
+    ['in row 7 of data.csv', 'in Recorder.after_batch (epoch 0, batch 3)']
+    >>> list_places(e)
+    ('Recorder.after_batch (epoch 0, batch 3)',)
+    """
+    add_note(e, f'in {place}')
+    # written to `__dict__`, since an exception may refuse attributes
+    vars(e)[PLACES] = (*list_places(e), place)
+
+
+def list_places(e: BaseException) -> tuple[str, ...]:
+    "Return the recorded places of an exception, innermost first."
+    places: tuple[str, ...] = vars(e).get(PLACES, ())
+    return places
 
 
 class LearnkitError(Exception):

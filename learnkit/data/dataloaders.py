@@ -21,6 +21,7 @@ from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
+from learnkit.core.kinds import explain_kind
 from learnkit.core.validation import check_count
 from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.preserve import undisturbed_loader
@@ -585,7 +586,8 @@ def check_loader(name: str, dl: Any) -> None:
         hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
     ):
         raise LoaderError(
-            f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.'
+            explain_kind(dl, 'data')
+            or f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.'
         )
     check_not_empty(name, dl)
 

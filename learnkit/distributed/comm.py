@@ -345,6 +345,13 @@ def join_ranks(
     return Comm(rank, size, local_rank, timeout_s, control, store, is_ours=bool(launched))
 
 
+def new_host_group(timeout: timedelta) -> ProcessGroup:
+    "Return a new group of all ranks that communicates on the hosts."
+    # newer releases of torch also declare the value that ranks outside of a group get
+    group: Any = dist.new_group(backend='gloo', timeout=timeout)
+    return group
+
+
 def _make_groups(
     launched: Mapping[str, str],  # variables of this process; empty if the default group exists
     backend: str | None,
@@ -367,7 +374,7 @@ def _make_groups(
                 world_size=int(launched['WORLD_SIZE']),
                 store=rendezvous(launched, timeout),
             )
-        return dist.new_group(backend='gloo', timeout=timeout)
+        return new_host_group(timeout)
     except (RuntimeError, ValueError) as e:
         if launched and dist.is_initialized():
             dist.destroy_process_group()

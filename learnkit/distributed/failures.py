@@ -14,7 +14,7 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from learnkit.core.errors import DistributedError
+from learnkit.core.errors import DistributedError, list_places
 from learnkit.distributed.comm import Comm, has_agent_store
 from learnkit.engine.dispatch import format_place
 
@@ -170,8 +170,8 @@ class Failures:
 
 def describe_place(e: BaseException, learn: Learner) -> str:
     "Describe the event, epoch and batch in which an error was raised."
-    notes = [note for note in getattr(e, '__notes__', ()) if note.startswith('in ')]
-    return notes[0] if notes else f'in {learn.phase} ({format_place(learn)})'
+    places = list_places(e)
+    return f'in {places[0] if places else f"{learn.phase} ({format_place(learn)})"}'
 
 
 def is_lost(e: BaseException | None) -> bool:

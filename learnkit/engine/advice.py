@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from learnkit.core.batch import describe
-from learnkit.core.errors import BatchError, CancelException, LossError, add_note
+from learnkit.core.errors import BatchError, CancelException, LossError, add_note, list_places
 from learnkit.core.model import name_of
 from learnkit.core.validation import (
     check_class_scores,
@@ -67,8 +67,7 @@ def explain_error(learn: Learner, e: BaseException) -> BaseException:
     """
     if isinstance(e, AttributeError) and e.name == 'loss_grad' and learn.training:
         return _explain_no_loss(learn)
-    has_place = any(note.startswith('in ') for note in getattr(e, '__notes__', ()))
-    if has_place or isinstance(e, CancelException) or not isinstance(e, Exception):
+    if list_places(e) or isinstance(e, CancelException) or not isinstance(e, Exception):
         return e
     state = learn.__dict__
     if learn.batch is None:

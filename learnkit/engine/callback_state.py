@@ -26,7 +26,7 @@ from learnkit.core.errors import (
     CheckpointError,
     LearnkitError,
     OptionError,
-    add_note,
+    add_place,
     did_you_mean,
 )
 from learnkit.core.model import model_device
@@ -111,7 +111,7 @@ def load_callback_states(
                 raise CheckpointError(
                     f'The state of the callback `{key}` cannot be loaded: {type(e).__name__}: {e}.'
                 ) from e
-            add_note(e, f'in {type(cb).__name__}.load_state_dict')
+            add_place(e, f'{type(cb).__name__}.load_state_dict')
             raise
 
 

@@ -11,6 +11,7 @@ import torch
 from learnkit.core.activation import outputs_of
 from learnkit.core.batch import apply_model, form_of, map_tensors, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
+from learnkit.core.kinds import LOSS, METRIC, MODEL, explain_kind, find_kind
 from learnkit.core.model import name_of
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
@@ -35,8 +36,12 @@ LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
 
 def check_model(model: object) -> None:
-    "Raise `ModelError` if `model` is not a module, such as a class."
-    if not isinstance(model, torch.nn.Module):
+    "Raise `ModelError` if `model` is not a module, such as a class, or is a loss or a metric."
+    is_module = isinstance(model, torch.nn.Module)
+    kind = find_kind(model)
+    if kind in (LOSS, METRIC) or not (is_module or kind in (None, MODEL)):
+        raise ModelError(explain_kind(model, 'a model'))
+    if not is_module:
         name = f'{model.__name__}(...)' if isinstance(model, type) else 'MyModel()'
         raise ModelError(
             f'model={short_repr(model)} is no torch.nn.Module: give an instance, after the data, as in '
@@ -45,7 +50,9 @@ def check_model(model: object) -> None:
 
 
 def check_loss(loss_func: object) -> None:
-    "Raise `LossError` if `loss_func` cannot be called, or is a class."
+    "Raise `LossError` if `loss_func` cannot be called, is a class, or belongs elsewhere."
+    if find_kind(loss_func) not in (None, LOSS, METRIC, MODEL):
+        raise LossError(explain_kind(loss_func, 'a loss'))
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if loss_func is not None and not callable(loss_func):

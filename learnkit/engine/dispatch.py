@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from fastcore.foundation import L
 
+from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, CancelException, OrderError
+from learnkit.core.kinds import explain_kind
 from learnkit.core.time import Time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
@@ -616,11 +618,11 @@ def as_callback(cb: Any) -> Callback:
             ) from e
     if isinstance(cb, Callback) or is_fastai_callback(cb):
         return cb
-    hint = 'give a Callback, its class, or `Callback(event=function)`'
-    cls = cb if isinstance(cb, type) else type(cb)
-    if cls.__module__ == 'torch.optim.lr_scheduler':
-        hint = f'a scheduler of torch goes into `LRScheduler(partial({cls.__name__}, ...))`'
-    raise CallbackError(f'{cb!r} ({type(cb).__name__}) is not a callback: {hint}.')
+    raise CallbackError(
+        explain_kind(cb, 'a learnkit callback')
+        or f'{short_repr(cb)} ({type(cb).__name__}) is not a callback: give a Callback, its class, or '
+        '`Callback(event=function)`.'
+    )
 
 
 def sort_callbacks(cbs: list[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from torch import nn
 
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
+from learnkit.core.kinds import OPTIMIZER, explain_kind, find_kind
 from learnkit.core.model import bare_model, unwrap_partial
 from learnkit.core.roles import norm_bias_params
 from learnkit.core.validation import warn_user
@@ -213,6 +214,8 @@ def call_opt_func(learn: Learner) -> Any:
     "Call `opt_func` with the splitter's groups."
     opt_func = learn.opt_func
     lr = learn.lr
+    if not isinstance(opt_func, type) and find_kind(opt_func) not in (None, OPTIMIZER):
+        raise OptimizerError(explain_kind(opt_func, 'an optimizer'))
     if not callable(opt_func):
         raise OptimizerError(
             f'opt_func={short_repr(opt_func)} cannot be called: give a torch.optim class, '

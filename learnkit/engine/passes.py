@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from learnkit.core.errors import EmptyLoaderError, add_note
+from learnkit.core.errors import EmptyLoaderError, add_place
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length, n_batches
 from learnkit.data.position import LoaderPosition, describe_drawn
@@ -68,7 +68,7 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
                 if timings.steps_left <= 0:
                     timings.switch(learn)
     except Exception as e:
-        add_note(e, f'in {learn.phase} ({format_place(learn)})')
+        add_place(e, f'{learn.phase} ({format_place(learn)})')
         end_workers(batches)
         forget_workers(learn.dl)
         raise

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learnkit.core.errors import CancelError, CancelException, FitError, add_note
+from learnkit.core.errors import (
+    CancelError,
+    CancelException,
+    FitError,
+    add_note,
+    add_place,
+    list_places,
+)
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.model import WholeBatches, check_can_run, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
@@ -135,8 +142,8 @@ def end_run(learn: Learner, error: BaseException | None) -> None:
     interrupted = isinstance(error, KeyboardInterrupt)
     try:
         if error is not None:
-            if not any(note.startswith('in ') for note in getattr(error, '__notes__', ())):
-                add_note(error, f'in {learn.phase} ({format_place(learn)})')
+            if not list_places(error):
+                add_place(error, f'{learn.phase} ({format_place(learn)})')
             raised += call_each(learn, 'after_error', interrupted)
         interrupted = interrupted or any(isinstance(e, KeyboardInterrupt) for e in raised)
         raised += call_each(learn, 'cleanup', interrupted)
@@ -190,7 +197,7 @@ def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) 
     evaluation = ', in an evaluation' if is_open(learn, 'validate') else ''
     where = f'{type(cb).__name__}.{event_name} ({format_place(learn)}{evaluation})'
     if not isinstance(e, CancelException):
-        add_note(e, f'in {where}')
+        add_place(e, where)
     elif not is_open(learn, e.level):
         raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
 

@@ -11,7 +11,7 @@ from weakref import ref
 from fastcore.basics import camel2snake
 from typing_extensions import override
 
-from learnkit.core.errors import add_note
+from learnkit.core.errors import add_place
 from learnkit.core.model import bare_model, takes_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
@@ -33,12 +33,13 @@ from learnkit.interop.composer_time import (
     types_for,
 )
 from learnkit.interop.composer_trainer import ComposerTrainer, add_trainer
-from learnkit.interop.hooks import check_style, is_of, load_state, own_hooks, state_of
+from learnkit.interop.hooks import check_kind, check_style, load_state, own_hooks, state_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-HOOKS = (*(e.value for e in Event), 'close', 'post_close')
+CLOSING_HOOKS = ('close', 'post_close')
+HOOKS = (*(e.value for e in Event), *CLOSING_HOOKS)
 # Composer events that `_find_composer_events` moves to another learnkit event
 _MOVED = {'after_train': 'fit_end', 'before_epoch': 'iteration_start'}
 # events during which `xb` and `yb` exist
@@ -133,8 +134,11 @@ class _FromComposer(Callback):
     def __init__(self, cb: Any) -> None:
         self.wrapped = cb
         run_event, hooks = self._find_hooks(cb)
-        if not self.is_destination and not is_of(cb, 'composer'):  # Composer's may have no hooks
-            check_style(cb, HOOKS, {**run_event, **hooks}, 'Composer', 'from_composer')
+        check_kind(cb, 'Composer', 'from_composer')
+        if not self.is_destination:
+            # other objects have a method `close`, too
+            own = {name: hook for name, hook in hooks.items() if name not in CLOSING_HOOKS}
+            check_style(cb, HOOKS, {**run_event, **own}, 'Composer', 'from_composer')
         note_attributes(cb)
         self.types = types_for(cb)
         self._hooks = hooks
@@ -242,7 +246,7 @@ class _FromComposer(Callback):
             with self.host.composer_modes():
                 hook()
         except Exception as e:
-            add_note(e, f'in {type(self.wrapped).__name__}.{name}, a Composer-style callback')
+            add_place(e, f'{type(self.wrapped).__name__}.{name}, a Composer-style callback')
             raise
 
     def _find_hook(self, name: str) -> Callable[[], Any] | None:

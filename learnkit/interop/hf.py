@@ -16,7 +16,7 @@ from typing_extensions import override
 from learnkit.callbacks.checkpoint import Checkpoint
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.training import GradientClip
-from learnkit.core.errors import CallbackError, CancelTrainException, add_note
+from learnkit.core.errors import CallbackError, CancelTrainException, add_place
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.distributed.dtensor import total_norm
@@ -87,7 +87,7 @@ class _FromHF(Callback):
         found = own_hooks(cb, HOOKS)
         # the base class defines all hooks, which do nothing
         self.hooks = {k: f for k, f in found.items() if not _is_of_base(f)}
-        check_style(cb, HOOKS, self.hooks, 'Trainer', 'from_hf')
+        check_style(cb, HOOKS, self.hooks, "Hugging Face's Trainer", 'from_hf')
         note_attributes(cb)
         self.wrapped = cb
         self.args = args
@@ -160,7 +160,7 @@ class TrainerRun(Callback):
                     self.args, self.state, self.control, **self._keywords(cb), **more
                 )
             except Exception as e:
-                add_note(e, f'in {type(cb.wrapped).__name__}.{hook}, a callback of the Trainer')
+                add_place(e, f'{type(cb.wrapped).__name__}.{hook}, a callback of the Trainer')
                 raise
             self.control = self.control if result is None else result
         if callers and self.control.should_training_stop and self.learn.fitting:

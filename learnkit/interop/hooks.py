@@ -9,7 +9,9 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, OptionError
+from learnkit.core.kinds import explain_kind, find_kind
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.engine.callback_state import (
@@ -65,16 +67,27 @@ def check_style(
     style: str,  # name of the library, such as 'Composer'
     maker: str,  # name of the function, such as 'from_composer'
 ) -> None:
-    "Raise `CallbackError` for an object without hooks."
-    if isinstance(cb, Callback):
-        raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
+    """Raise `CallbackError` for an object that is not a callback of a library.
+
+    An instance of the library's base class may be without hooks.
+    """
+    check_kind(cb, style, maker)
     if isinstance(cb, type):
         raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
-    if not found:
+    if not found and find_kind(cb) is None:
+        few = ', '.join(list(names)[:3])
         raise CallbackError(
-            f'{cb!r} ({type(cb).__name__}) is not a {style} callback: it lacks all hooks '
-            f'{", ".join(names)}.'
+            f'{short_repr(cb)} ({type(cb).__name__}) is not a callback of {style}: it has no method such as {few}.'
         )
+
+
+def check_kind(cb: object, style: str, maker: str) -> None:
+    "Raise `CallbackError` for an object of a known kind, such as a model, or a callback of another library."
+    if isinstance(cb, Callback):
+        raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
+    kind = find_kind(cb)
+    if kind is not None and kind.maker != maker:
+        raise CallbackError(explain_kind(cb, f'a callback of {style}'))
 
 
 def state_of(cb: Any) -> Any:

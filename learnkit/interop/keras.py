@@ -19,7 +19,7 @@ from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
-from learnkit.interop.hooks import check_style, is_of, load_state, own_hooks, state_of
+from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -52,7 +52,7 @@ def from_keras(
 
     Checkpointed: the callback's attributes with plain data, and weights that it keeps.
 
-    Raises `CallbackError` for an object without hooks that is not of Keras.
+    Raises `CallbackError` for an object without these methods that is not a callback of Keras, such as a model.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:
@@ -73,8 +73,7 @@ class _FromKeras(Callback):
 
     def __init__(self, cb: Any) -> None:
         self._hooks = own_hooks(cb, HOOKS, 'keras.src.callbacks.callback')
-        if not is_of(cb, 'keras'):  # a callback of Keras may have no hooks
-            check_style(cb, HOOKS, self._hooks, 'Keras', 'from_keras')
+        check_style(cb, HOOKS, self._hooks, 'Keras', 'from_keras')
         note_attributes(cb)
         self.wrapped = cb
         # sum of the samples' losses, and their number, of a pass of 'train' or 'test'

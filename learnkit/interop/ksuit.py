@@ -20,7 +20,7 @@ from typing_extensions import override
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
-from learnkit.core.errors import CallbackError, add_note
+from learnkit.core.errors import CallbackError, add_note, add_place
 from learnkit.core.model import model_device, preserved_modes
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
@@ -30,6 +30,7 @@ from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
 from learnkit.interop.hooks import (
     batches_per_step,
+    check_kind,
     check_style,
     load_state,
     own_hooks,
@@ -162,6 +163,7 @@ class _FromKsuit(Callback):
             raise CallbackError(
                 f'from_ksuit({cb!r}, {", ".join(config)}): options are for the constructor of a class.'
             )
+        check_kind(cb, 'ksuit', 'from_ksuit')
         self._config = config
         self._cls: type = cb if isinstance(cb, type) else type(cb)
         self.wrapped: Any = None  # the ksuit callback; None until it is constructed
@@ -208,9 +210,9 @@ class _FromKsuit(Callback):
 
     def _wrap(self, cb: Any) -> None:
         "Store the callback and its hooks, and add handlers for the events of a batch that it needs."
-        note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
+        note_attributes(cb)
         self.wrapped = cb
         self._inner_hooks = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
         self._hooks = {**self._inner_hooks, **found}
@@ -442,7 +444,7 @@ class _FromKsuit(Callback):
         except Exception as e:
             if type(e).__name__ == 'EarlyStopIteration':
                 return self._stop_early()
-            add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
+            add_place(e, f'{type(self.wrapped).__name__}.{name}, a ksuit-style callback')
             raise
 
     def _stop_early(self) -> None:

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from learnkit.core.errors import LoaderError, ModelError, OptionError
+from learnkit.core.kinds import DATA, DATA_MODULE, LIGHTNING_TRAINER, explain_kind, find_kind
 from learnkit.core.time import as_time
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
-from learnkit.engine.dispatch import as_list
+from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.interop.hooks import (
     LIGHTNING_BASES,
     check_style,
-    is_of,
     load_state,
     own_hooks,
     state_of,
@@ -55,12 +55,14 @@ def from_lightning(
     The options of the Trainer are `accumulate_grad_batches`, `gradient_clip_val`,
     `gradient_clip_algorithm` and `log_every_n_steps`; `learn.fit(3)` is `max_epochs=3`. The data module
     is set up when the Learner is made. Any `nn.Module` with `training_step` and `configure_optimizers`
-    will do; Lightning need not be installed.
+    will do; Lightning need not be installed. `MixedPrecision('bf16')` among the callbacks is
+    `precision='bf16-mixed'`; `training_step` then casts a weight at each use, as in Lightning.
 
     Checkpointed: schedulers, logged values, torchmetrics and plain public attributes of the module,
     what its `on_save_checkpoint` adds, and the states of callbacks.
 
-    Raises `ModelError` for a module without these methods and `CallbackError` for an object without hooks.
+    Raises `ModelError` for a module without these methods, and `CallbackError` for an object without hooks and for
+    a Trainer.
 
     >>> import torch
     >>> class Line(nn.Module):  # or LightningModule
@@ -79,16 +81,24 @@ def from_lightning(
     >>> [*learn.history[0]], learn.history[0]['mse'] > learn.history[1]['mse']
     (['fit', 'epoch', 'train_loss', 'mse', 'time'], True)
     """
-    is_callback = not hasattr(module_or_callback, 'training_step')
-    is_module = isinstance(module_or_callback, nn.Module) and not is_lightning(module_or_callback)
-    if is_callback and (is_module or dls is not None or cbs is not None or options):
+    is_module = isinstance(module_or_callback, nn.Module) and not is_callback(module_or_callback)
+    if is_module and hasattr(module_or_callback, 'training_step'):
+        return LightningLearner(module_or_callback, dls, cbs, **options)
+    if is_module or dls is not None or cbs is not None or options:
+        is_known = not (is_module or is_callback(module_or_callback))
         raise ModelError(
-            f'{type(module_or_callback).__name__} has no `training_step`: give a LightningModule with its data, or a '
-            'callback alone.'
+            (is_known and explain_kind(module_or_callback, 'a LightningModule'))
+            or f'{type(module_or_callback).__name__} has no `training_step`: give a LightningModule with its data, or '
+            'a callback alone.'
         )
-    if is_callback:
-        return _FromLightning(module_or_callback)
-    return LightningLearner(module_or_callback, dls, cbs, **options)
+    return _FromLightning(module_or_callback)
+
+
+def check_source(dls: Any) -> None:
+    "Raise `LoaderError` for an object that is no source of data, such as Lightning's Trainer."
+    kind = find_kind(dls)
+    if kind not in (None, DATA, DATA_MODULE):
+        raise LoaderError(explain_kind(dls, 'data'))
 
 
 def make_dls(module: nn.Module, dls: Any) -> Any:
@@ -127,8 +137,7 @@ class _FromLightning(Callback):
     is_lightning = True
 
     def __init__(self, cb: Any) -> None:
-        if not is_lightning(cb):  # a callback of Lightning may have no hooks
-            check_style(cb, HOOKS, own_hooks(cb, HOOKS), 'Lightning', 'from_lightning')
+        check_style(cb, HOOKS, own_hooks(cb, HOOKS), 'Lightning', 'from_lightning')
         note_attributes(cb)
         self.wrapped = cb
 
@@ -160,16 +169,17 @@ class _FromLightning(Callback):
         load_state(self.wrapped, sd['callback'])
 
 
-def is_lightning(cb: Any) -> bool:
-    "Return True for an object of a class of Lightning."
-    return is_of(cb, 'lightning') or is_of(cb, 'pytorch_lightning')
+def is_callback(cb: Any) -> bool:
+    "Return True for an instance of Lightning's class of callbacks, and for such a class."
+    kind = find_kind(cb)
+    return kind is not None and kind.maker == 'from_lightning'
 
 
-def as_learnkit(cb: Any) -> Any:
-    "Return an adapter of a callback of Lightning, or of one like it; other callbacks as they are."
+def as_learnkit(cb: Any) -> Callback:
+    "Return an adapter of a callback of Lightning, or of one like it; other callbacks as `as_callback` does."
     is_other = isinstance(cb, (Callback, type)) or hasattr(cb, 'before_fit')
-    is_like = not is_other and bool(own_hooks(cb, HOOKS))
-    return _FromLightning(cb) if is_like or is_lightning(cb) else cb
+    is_like = not is_other and find_kind(cb) is None and bool(own_hooks(cb, HOOKS))
+    return _FromLightning(cb) if is_like or is_callback(cb) else as_callback(cb)
 
 
 class LightningLearner(Learner):
@@ -177,16 +187,17 @@ class LightningLearner(Learner):
 
     def __init__(self, module: nn.Module, dls: Any, cbs: Any, **options: Any) -> None:
         check_module(module, options)
+        own = own_hooks(module, ['validation_step', 'configure_callbacks'], LIGHTNING_BASES)
+        added = as_list(own.get('configure_callbacks', list)())
+        adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
+        check_source(dls)
         given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
         run = self._lightning = LightningRun(module, **given)
         if hasattr(dls, 'train_dataloader'):
             run.trainer.datamodule = dls
             dls.trainer = run.trainer
-        own = own_hooks(module, ['validation_step', 'configure_callbacks'], LIGHTNING_BASES)
         if 'validation_step' not in own:
             options.setdefault('eval_every', None)
-        added = as_list(own.get('configure_callbacks', list)())
-        adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
         super().__init__(
             make_dls(module, dls),
             module,
@@ -250,6 +261,8 @@ def check_module(module: nn.Module, options: Mapping[str, Any]) -> None:
     step: Any = module.training_step
     if 'dataloader_iter' in signature(step).parameters:
         raise ModelError('training_step(dataloader_iter) is not supported: take `batch`.')
+    if 'trainer' in options:
+        raise OptionError(f'trainer=: {LIGHTNING_TRAINER.place}.')
     for name, fix in (('max_epochs', 'learn.fit(3)'), ('max_steps', "learn.fit('100ba')")):
         if name in options:
             raise OptionError(f'{name}={options[name]!r} is the length of a fit: `{fix}`.')

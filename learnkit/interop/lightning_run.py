@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.core.autocast import uncached_autocast
 from learnkit.core.batch import rebuild
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import CancelEpochException, OptionError
@@ -203,7 +205,10 @@ class LightningRun(Callback):
         step, args = getattr(self.module, name), self.step_arguments()
         if not takes_several(step):
             args = (args[0], *args[2:])
-        with self.running(name):
+        # Lightning uses no cache: `training_step` may take several steps, or change weights itself
+        is_training = name == 'training_step'
+        autocast = uncached_autocast() if is_training else nullcontext()
+        with self.running(name), autocast:
             return self.learn.forward(step, *args)
 
     # -- events of batches, bound by `bind_events` -------------------------------------------------

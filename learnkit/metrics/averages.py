@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
 from learnkit.core.errors import CancelException, MetricError
+from learnkit.core.kinds import LOSS, METRIC, MODEL, explain_kind, find_kind
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.engine.denominator import denominator_of
@@ -363,6 +364,8 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
     "Yield the metrics that `m` describes."
     if m is None:
         return
+    if find_kind(m) not in (None, LOSS, METRIC, MODEL):
+        raise MetricError(explain_kind(m, 'a metric'))
     if isinstance(m, type):
         m = m()
     whole_set = _make_whole_set_metric(m)

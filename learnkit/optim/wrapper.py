@@ -13,6 +13,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.optim import optimizer
 
+from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.optim.hyperparams import (
@@ -221,6 +222,7 @@ class OptimWrapper(torch.optim.Optimizer):
             if isinstance(closure, Closure):
                 closure.begin(o)
             res = o.step(closure)
+        drop_casts()
         self.n_steps += 1
         return res
 
@@ -427,6 +429,7 @@ class OptimWrapper(torch.optim.Optimizer):
         params = [p for o in self._switching for g in o.param_groups for p in g['params']]
         trained = [p.detach().clone() for p in params]
         self.eval()
+        drop_casts()
         try:
             yield
         finally:
@@ -434,6 +437,7 @@ class OptimWrapper(torch.optim.Optimizer):
             with torch.no_grad():
                 for p, value in zip(params, trained, strict=True):
                     p.copy_(value)
+            drop_casts()
 
     # -- freezing ----------------------------------------------------------------------------------
 
@@ -552,6 +556,7 @@ class Closure:
             self.is_current = False
             return self.first()
         self.is_repeated = True
+        drop_casts()  # the optimizer has moved the weights within its step
         return self.evaluate()
 
 

@@ -21,7 +21,7 @@ CALLBACKS = [
     (5, ['5', 'Callback(event=function)']),
     ('mixup', ["'mixup'"]),
     (mae, ['mae', 'Callback(event=function)']),
-    (nn.Linear, ['Linear', 'Callback(event=function)']),
+    (nn.Linear, ['Linear is a model', 'Learner(dls, model)']),
     (NeedsArgs, ['NeedsArgs', 'without arguments', 'instance']),
     (object(), ['object']),
 ]

@@ -92,6 +92,38 @@ def test_samples_are_those_of_a_loop_by_hand(name: str, monkeypatch: pytest.Monk
             assert row['share'] == pytest.approx(norm / total, rel=1e-4)
 
 
+class Counting(nn.Linear):
+    "A line that counts its calls."
+
+    n_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n_calls += 1
+        return super().forward(x)
+
+
+def test_the_model_is_called_once_for_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = Y[:, None].float()
+    for most, n_calls in ((samples._MOST, 1), (8, 4)):  # 8 elements: two samples at a time
+        monkeypatch.setattr(samples, '_MOST', most)
+        model = Counting(3, 1)
+        with torch.no_grad():
+            errors = (model(X) - y)[:, 0]
+        model.n_calls = 0
+        rows: list[dict[str, Any]] = []
+        look = Callback(before_batch=lambda cb, rows=rows: rows.extend(measure_samples(cb.learn)))
+        with Learner(DataLoaders([(X, y)]), model, nn.MSELoss(), cbs=look).no_bar() as learn:
+            learn.fit(1)
+        assert model.n_calls == n_calls + 1  # and the training itself
+        # the gradient of (w x + b - y)^2 is 2 (w x + b - y) (x, 1)
+        norms = errors.abs() * (X.square().sum(1) + 1).sqrt()
+        order = errors.abs().argsort(descending=True).tolist()
+        losses, shares = errors.square()[order].tolist(), (norms / norms.sum())[order].tolist()
+        assert [row['position'] for row in rows] == order
+        assert [row['loss'] for row in rows] == pytest.approx(losses, rel=1e-5)
+        assert [row['share'] for row in rows] == pytest.approx(shares, rel=1e-5)
+
+
 def test_pictures() -> None:
     pytest.importorskip('matplotlib')
     rows = [{'position': i, 'loss': 1.0 - i, 'share': 0.5, 'index': i} for i in range(2)]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit import Checkpoint, Learner
+from learnkit import SGD, Checkpoint, DataLoaders, Learner
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.interop import from_keras
+from learnkit.metrics import mae
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import Reach, quiet
 from tests.helpers.harness import run_until_done
@@ -66,6 +67,54 @@ def test_order_of_the_methods_and_their_logs() -> None:
     assert calls == []  # it has no hooks of predictions
 
 
+class Values(OfKeras):
+    "Notes the logs."
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {}
+
+    def note(self, name: str, logs: Any) -> None:
+        self.seen.setdefault(name, []).append(dict(logs))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note('train', logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note('test', logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.note('test end', logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note('epoch', logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note('predict', {'outputs': logs['outputs'].flatten().tolist()})
+
+
+def test_logs_are_means_over_samples() -> None:
+    # the model is the identity at a rate of 0: the losses are the squares of the inputs
+    train, valid = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[2.0], [4.0], [9.0]])
+    dls = DataLoaders.from_tensors(
+        (train, train * 0), (valid, valid * 0), bs=2, shuffle=False, device='cpu'
+    )
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    cb = Values()
+    learn = Learner(dls, model, torch.nn.MSELoss(), SGD, lr=0.0, metrics=mae, cbs=from_keras(cb))
+    quiet(learn).fit(2)
+    learn.validate()
+    learn.get_preds()
+    ends = {'loss': 101 / 3, 'mae': 5.0}
+    epoch = {'loss': 14 / 3, 'val_loss': 101 / 3, 'val_mae': 5.0}
+    assert cb.seen['train'] == [{'loss': 2.5}, {'loss': pytest.approx(14 / 3)}] * 2
+    assert cb.seen['test'] == [{'loss': 10.0}, {'loss': pytest.approx(101 / 3)}] * 3
+    assert cb.seen['test end'] == [pytest.approx(ends)] * 3
+    assert cb.seen['epoch'] == [pytest.approx(epoch)] * 2
+    assert [logs['outputs'] for logs in cb.seen['predict']] == [[2.0, 4.0], [9.0]]
+
+
 class Halve(OfKeras):
     "Halves the rate after each epoch, and stops at the third."
 
@@ -103,6 +152,14 @@ def test_rate_weights_and_stop() -> None:
     assert cb.model.optimizer.iterations == 9
 
 
+def test_rates_of_several_groups_keep_their_ratio() -> None:
+    cb = Halve()
+    learn = learner(from_keras(cb), splitter=lambda m: [[m.a], [m.b]])
+    learn.fit(1, lr=[0.1, 0.4])
+    assert [group['lr'] for group in learn.opt.param_groups] == pytest.approx([0.05, 0.2])
+    assert cb.model.optimizer.learning_rate == pytest.approx(0.2)
+
+
 def test_files_of_weights(tmp_path: Path) -> None:
     cb = Halve()
     learn = learner(from_keras(cb))
@@ -115,7 +172,7 @@ def test_files_of_weights(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(CallbackError, match='all hooks on_train_begin'):
+    with pytest.raises(CallbackError, match='method such as on_train_begin'):
         from_keras(object())
     with pytest.raises(CallbackError, match=r'write from_keras\(Halve\('):
         from_keras(Halve)

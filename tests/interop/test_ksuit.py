@@ -198,7 +198,7 @@ def test_mistakes() -> None:
         def periodic_callback(self, **_: Any) -> None:
             pass
 
-    with pytest.raises(CallbackError, match=r'ksuit .*before_training'):
+    with pytest.raises(CallbackError, match=r'ksuit.*before_training'):
         from_ksuit(Nothing())
     with pytest.raises(OptionError, match=r'Never.every_n_epochs=0'):
         from_ksuit(Never())

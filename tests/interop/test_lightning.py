@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import BinaryAccuracy
 
-from learnkit import DataLoaders, GradientAccumulation, Learner, Replay
+from learnkit import DataLoaders, GradientAccumulation, Learner, MixedPrecision, Replay
 from learnkit.core.errors import (
     CallbackError,
     FitError,
@@ -149,6 +149,80 @@ def test_manual_optimization_trains_as_a_plain_loop() -> None:
     assert_equal(learn.model, module)
     assert learn.trainer.global_step == learn.time.st == 20
     assert learn.history[-1]['loss 1'] == pytest.approx(sum(losses[1]) / 5)
+
+
+class Repeated(Module):
+    "Takes three steps in a batch, and changes weights itself."
+
+    automatic_optimization = False
+    validation_step = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        opt = self.optimizers(use_pl_optimizer=batch_idx % 2 == 0)
+        for _ in range(3):
+            loss = F.cross_entropy(self.net[3](self.net[0](x)), y)
+            self.losses.append(loss.item())
+            opt.zero_grad()
+            self.manual_backward(loss)
+            opt.step()
+            clamp(self)
+
+    def configure_optimizers(self) -> Any:
+        self.losses: list[float] = []
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@torch.no_grad()
+def clamp(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.clamp_(-0.5, 0.5)
+
+
+def test_steps_under_autocast_see_the_weights_of_the_step_before() -> None:
+    learn = make(Repeated(), MixedPrecision('bf16'))
+    learn.fit(1)
+    module = Module()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for x, y in BATCHES:
+        for _ in range(3):
+            with torch.autocast('cpu', dtype=torch.bfloat16):
+                loss = F.cross_entropy(module.net[3](module.net[0](x)), y)
+            losses.append(loss.item())
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            clamp(module)
+    assert learn.model.losses == losses
+    assert_equal(learn.model, module)
+
+
+class Twice(Module):
+    "Uses a weight twice, with automatic optimization."
+
+    validation_step = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.net(batch[0]).tanh()), batch[1])
+
+
+def test_autocast_keeps_no_casts_as_in_lightning() -> None:
+    learn = make(Twice(), MixedPrecision('bf16'))
+    learn.fit(1)
+    module = Twice()
+    opt = torch.optim.Adam(module.parameters(), lr=0.01)
+    for batch in BATCHES:
+        with torch.autocast('cpu', dtype=torch.bfloat16, cache_enabled=False):
+            loss = module.training_step(batch, 0)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    assert_equal(learn.model, module)
 
 
 def note(name: str) -> Callable[..., Any]:
