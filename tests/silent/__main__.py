@@ -18,6 +18,8 @@ def as_text(value: Any) -> str:
     "Return a value with six digits."
     if isinstance(value, float):
         return f'{value:.6g}'
+    if isinstance(value, dict):
+        return ', '.join(f'{name} {as_text(v)}' for name, v in value.items())
     if isinstance(value, (list, tuple)):
         return f'[{", ".join(map(as_text, value))}]'
     return str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -164,6 +165,19 @@ def plain_batch_norm() -> Any:
 def instance_norm() -> Any:
     layer = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
     return statistics_after_freezing(layer), [0.0] * 4
+
+
+@row('freeze() with BnFreeze, and without train_bn=False', old='silent: the statistics change')
+def nothing_is_frozen() -> Any:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        split = lambda m: [list(part.parameters()) for part in m]
+        learn = quiet(nn.Sequential(body, nn.Linear(4, 2)), BnFreeze(), splitter=split)
+        learn.freeze()
+        learn.fit(1)
+    return ['train_bn=False' in str(w.message) for w in seen], [True]
 
 
 # -- a second run of modules -----------------------------------------------------------------------
