@@ -14,6 +14,7 @@ from learnkit import Checkpoint, Learner, OptionError
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
 from learnkit.core.errors import CheckpointError, OptimizerError, WeightsError
+from learnkit.distributed.compare import list_optimizer_tensors
 from learnkit.optim.wrapper import OptimWrapper
 from tests.helpers.comparing import same
 from tests.helpers.own_optimizers import (
@@ -91,6 +92,26 @@ def test_several_optimizers_keep_their_entries(tmp_path: Path) -> None:
     plain = learner(two, tmp_path)
     plain.fit(2)
     assert torch.equal(weights(learn.model), weights(plain.model))
+
+
+def test_entries_outlive_dropped_parameters() -> None:
+    learn = learner(Counting)
+    learn.fit(1)
+    learn.model.add_module('last', nn.Linear(1, 1))
+    del learn.model[0]
+    learn.model.insert(0, nn.Linear(3, 4))
+    learn.fit(1)
+    state = learn.opt.opt.state
+    assert state['n'] == 2 * N_BATCHES and state['k'] == 2 * N_BATCHES
+    assert set(state) - {'n', 'k'} == set(learn.model.parameters())
+
+
+def test_entries_are_compared_between_ranks() -> None:
+    learn = learner(Counting)
+    learn.fit(1)
+    tensors = list_optimizer_tensors(learn)
+    assert tensors["entry 'k' of the optimizer"] is learn.opt.state['k']
+    assert len(tensors) == 1 + len(list(learn.model.parameters()))
 
 
 # -- dtypes ------------------------------------------------------------------------------------------
