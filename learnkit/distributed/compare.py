@@ -67,8 +67,8 @@ def list_optimizer_tensors(learn: Learner) -> dict[str, Tensor]:
     for i, (p, state) in enumerate(learn.opt.state.items()):
         if isinstance(p, Tensor):
             name = names.get(p, f'parameter {i}')
-            entries = state.items() if isinstance(state, Mapping) else ()
-            found |= {f'{key} of {name}': v for key, v in entries if isinstance(v, Tensor)}
+            entries = state if isinstance(state, Mapping) else {'state': state}
+            found |= {f'{k} of {name}': v for k, v in entries.items() if isinstance(v, Tensor)}
         elif isinstance(state, Tensor):
             found[f'entry {p!r} of the optimizer'] = state
     return found

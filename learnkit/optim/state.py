@@ -18,7 +18,7 @@ from learnkit.core.batch import children_of, rebuild
 from learnkit.core.errors import OptionError
 from learnkit.core.plain import to_plain
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS, OWN_MODULES, iterate_states, match_strides
+from learnkit.optim.hyperparams import OPTIONS, OWN_MODULES, match_strides
 
 # options that keep their current values, because they select an implementation for the current device
 KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
@@ -206,10 +206,14 @@ def restore_dtypes(o: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
     it only for fused and capturable steps, which require float32.
     """
     is_torch = type(o).load_state_dict is torch.optim.Optimizer.load_state_dict
-    for p, loaded in iterate_states(o):
-        for key, value in saved.get(p, {}).items():
-            if key in loaded and key != 'step':
-                loaded[key] = restore_value(value, loaded[key], p.dtype, is_torch)
+    for p, state in saved.items():
+        loaded = o.state.get(p)
+        if isinstance(loaded, dict) and isinstance(state, Mapping):
+            for key, value in state.items():
+                if key in loaded and key != 'step':
+                    loaded[key] = restore_value(value, loaded[key], p.dtype, is_torch)
+        elif loaded is not None:
+            o.state[p] = restore_value(state, loaded, p.dtype, is_torch)
 
 
 def restore_value(

@@ -77,6 +77,16 @@ class SinglePrecision(Own):
         return mean.to(p.dtype)
 
 
+class Bare(Own):
+    "Keeps one float32 tensor as the state of a parameter, not in a dict."
+
+    def scale(self, p: Tensor, state: Any, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        last = state if isinstance(state, Tensor) else torch.zeros(p.shape)
+        self.state[p] = 0.9 * last + p.grad.float() / 3  # type: ignore[assignment]
+        return self.state[p].to(p.dtype)  # type: ignore[attr-defined]
+
+
 class Schedule:
     "An object that is not data."
 
@@ -221,6 +231,7 @@ TRAITS: list[Callable[..., torch.optim.Optimizer]] = [
     Counting,
     Factored,
     SinglePrecision,
+    Bare,
     Options,
     Values,
     Saving,

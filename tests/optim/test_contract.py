@@ -315,3 +315,16 @@ def test_zero_grad_is_called_by_closures() -> None:
     opt = learn.opt.opt
     # the first evaluation of each step is that of the loop, which is not repeated
     assert opt._n_cleared == (opt.n_calls - N_BATCHES) + N_BATCHES + 1
+
+
+def test_the_state_in_a_checkpoint_is_loaded_with_its_weights(tmp_path: Path) -> None:
+    for opt_func in TRAITS:
+        folder = tmp_path / opt_func.__name__  # type: ignore[attr-defined]
+        learn = learner(opt_func, folder, BF16)
+        learn.fit(1, cbs=Checkpoint())
+        [path] = (folder / 'checkpoints').glob('*.ckpt')
+        other = learner(opt_func, folder, BF16)
+        other.load(path, with_opt=True)
+        assert same(
+            encode_optimizer(other.opt.state_dict()), encode_optimizer(learn.opt.state_dict())
+        )
