@@ -22,6 +22,7 @@ from learnkit.optim.hyperparams import OPTIONS
 from learnkit.optim.state import is_single
 
 _NAME = "The optimizer's state"
+_PLAIN_TYPES = (Tensor, *ATOMS)
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_OBJECTS = {str(o): o for o in vars(torch).values() if isinstance(o, _TORCH_TYPES)}
 _KINDS = {
@@ -74,7 +75,7 @@ def encode_value(
 
 
 def _encode_leaf(value: Any, where: str) -> Any:
-    if isinstance(value, np.number) or not isinstance(value, (Tensor, *ATOMS)):
+    if isinstance(value, np.number) or not isinstance(value, _PLAIN_TYPES):
         with suppress(OptionError):
             return encode_object(value, lambda part: encode_value(part, where), _KINDS)
     return to_plain(value, where)

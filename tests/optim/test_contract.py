@@ -138,13 +138,15 @@ def test_a_state_keeps_its_dtype_and_adam_its_counter() -> None:
 
 
 def test_a_step_of_a_fused_optimizer_is_single_precision() -> None:
-    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    p = nn.Parameter(torch.ones(3))
     single = torch.optim.AdamW([p], fused=True)
     state = {'step': torch.tensor(3.0, dtype=torch.float64)}
-    state |= {name: torch.ones(3, dtype=torch.float64) for name in ('exp_avg', 'exp_avg_sq')}
+    state |= {name: torch.ones(3) for name in ('exp_avg', 'exp_avg_sq')}
     wrapper = OptimWrapper(opt=single)
     wrapper.load_state_dict({**single.state_dict(), 'state': {0: state}})
     assert wrapper.state[p]['step'].dtype == torch.float32
+    p.grad = torch.ones(3)
+    wrapper.step()
 
 
 def test_states_of_converted_weights_are_converted(tmp_path: Path) -> None:
