@@ -243,7 +243,7 @@ def test_errors_before_training(cb: Any, message: str | None) -> None:
 
 def linear_cycle(n: int) -> Any:
     return partial(
-        torch_lr.OneCycleLR, max_lr=1.0, total_steps=n, anneal_strategy='linear', pct_start=0.7
+        torch_lr.OneCycleLR, max_lr=1.0, total_steps=n, anneal_strategy='linear', pct_start=0.85
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -172,6 +173,7 @@ def test_options_that_are_not_data_are_those_of_the_new_optimizer(tmp_path: Path
     [group] = learn.opt.param_groups
     assert group['schedule'] is schedule and group['function'] is torch.tanh
     assert group['momentum_dtype'] is torch.float64
+    assert type(group['eps']) is np.float32 and type(group['whole']) is np.int64
     [group] = encode_optimizer(learn.opt.state_dict())['param_groups']
     assert {'schedule', 'function'}.isdisjoint(group) and group['name'] == 'own'
 
