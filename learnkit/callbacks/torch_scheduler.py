@@ -12,11 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column
-from learnkit.core.errors import OptionError
+from learnkit.core.errors import OptimizerError, OptionError
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.optim.hyperparams import OPTIONS
+from learnkit.optim.hyperparams import OPTIONS, list_values
+
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class LRScheduler(Callback):
@@ -28,7 +30,8 @@ class LRScheduler(Callback):
     row of the history; an epoch without a value does not advance it.
 
     The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
-    the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded.
+    the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded,
+    and `OptionError` for a scheduler whose `step` has other required arguments, as timm's have.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -75,6 +78,7 @@ class LRScheduler(Callback):
         "Make the scheduler; restore a loaded state."
         self._view = _GroupView(self.learn.opt)
         self.scheduler = self._factory(self._view)
+        check_scheduler(self.scheduler)
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
         self._n_steps = self.learn.opt.n_steps
         self._has_begun = True
@@ -82,6 +86,7 @@ class LRScheduler(Callback):
         if self._wants_value:
             find_column(self, self.monitor or 'valid_loss')
         self._view.write()
+        self._view.check()
         if self._loaded is not None:
             self._load(self._loaded)
         self._warn_of_steps()
@@ -99,6 +104,7 @@ class LRScheduler(Callback):
             )
 
     def before_batch(self) -> None:
+        self._view.check()
         if self._n_steps is None:
             self._n_steps = self.learn.opt.n_steps
 
@@ -166,7 +172,9 @@ class _GroupView(torch.optim.Optimizer):
 
     Parameters without weight decay have param groups of their own in the optimizer; this view joins
     them with the group that they were split from. Entries that a scheduler adds to a group stay in
-    the view; options that it changes are written to the real groups.
+    the view; options that it changes are written to the real groups. A value that no batch can use is
+    not written, and is an error only if another batch follows: `OneCycleLR` with linear annealing
+    steps to a negative rate after its last batch.
     """
 
     def __init__(
@@ -176,6 +184,7 @@ class _GroupView(torch.optim.Optimizer):
         self.opt = opt
         self.defaults = dict(opt[0].defaults)
         self.param_groups = [join_groups(hypers.groups) for hypers in opt.hypers]
+        self.error: OptimizerError | None = None  # of a value that was not written
         self.read()
 
     # torch's version would copy its own attributes only
@@ -191,14 +200,49 @@ class _GroupView(torch.optim.Optimizer):
                     group[name] = value.clone() if isinstance(value, Tensor) else value
 
     def write(self) -> None:
-        "Write the changed options to the optimizer."
+        "Write the changed options to the optimizer, except for values that no batch can use."
+        self.error = None
         for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
             for name in OPTIONS:
                 if name in hypers and group[name] is not hypers[name]:
-                    hypers[name] = group[name]
+                    try:
+                        check_betas(group[name])
+                        hypers[name] = group[name]
+                    except OptimizerError as e:
+                        self.error = self.error or e
+
+    def check(self) -> None:
+        "Raise `OptimizerError` if a value was not written."
+        if self.error is not None:
+            raise self.error
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a result
         "Do nothing, since the learner steps the optimizer; torch warns of a scheduler without it."
+
+
+def check_betas(value: Any) -> None:
+    "Raise `OptimizerError` for a tuple with a number that is not the decay of an average."
+    if isinstance(value, tuple):
+        for beta in value:
+            if isinstance(beta, (float, Tensor)):
+                list_values('mom', [beta], 1)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    "Raise `OptionError` for an object that cannot be stepped as a scheduler of torch."
+    name = type(scheduler).__name__
+    step = getattr(scheduler, 'step', None)
+    if not callable(step):
+        raise OptionError(f'LRScheduler: {name} has no `step()`. Pass f(optimizer) -> scheduler.')
+    parameters = inspect.signature(step).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARRED]
+    unknown = [parameter for parameter in required if parameter != 'metrics']
+    if unknown:
+        raise OptionError(
+            f'{name}.step() requires {" and ".join(unknown)}, and LRScheduler calls `step()`, as torch does. Pass a '
+            'scheduler of torch.optim.lr_scheduler, use a schedule of learnkit (`fit_one_cycle`, `ParamScheduler`), or '
+            f'call {name} in a callback, such as `Callback(before_epoch=lambda cb: scheduler.step(cb.epoch))`.'
+        )
 
 
 def join_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.checkpoint.optimizer_state import encode_optimizer
 from learnkit.core.errors import OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import is_dense
@@ -100,7 +101,9 @@ def learn_state(learn: Learner) -> dict[str, Any]:
     return {
         'model': gather_full_state(bare_model(learn.model).state_dict()),
         'loss_func': loss.state_dict() if isinstance(loss, nn.Module) else None,
-        'optimizer': None if learn.opt is None else gather_full_state(learn.opt.state_dict()),
+        'optimizer': None
+        if learn.opt is None
+        else gather_full_state(encode_optimizer(learn.opt.state_dict())),
         'callbacks': gather_full_state(learn.callback_states()),
         'loop': {'time': learn.time.state_dict()},
         'rng': capture_rng(),

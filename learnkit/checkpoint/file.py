@@ -154,15 +154,15 @@ class _Packer:
 
     def _pack_mapping(self, value: Mapping[Any, Any], key_path: tuple[Any, ...]) -> dict[str, Any]:
         for key in value:
-            if type(key) not in _ATOMS:
+            if type(key) not in _ATOMS and not _is_tuple_of_atoms(key):
                 raise ValueError(
                     f'the state has a key that is a {type(key).__name__} at {_format_keys(key_path)}. Keep '
                     'strings or numbers as keys'
                 )
-        packed = [[key, self.pack(v, (*key_path, key))] for key, v in value.items()]
+        packed = {key: self.pack(v, (*key_path, key)) for key, v in value.items()}
         if all(type(key) is str and not key.startswith('$') for key in value):
-            return dict(packed)
-        return {'$dict': packed}
+            return packed
+        return {'$dict': [[self.pack(key, key_path), v] for key, v in packed.items()]}
 
     def _name(self, t: Tensor, key_path: tuple[Any, ...]) -> str:
         "Return the name of a stored tensor, and store it if it is new."
@@ -194,6 +194,10 @@ class _Packer:
             self.views[name] = view
         self.tensors[name] = t
         return name
+
+
+def _is_tuple_of_atoms(key: Any) -> bool:
+    return type(key) is tuple and all(type(part) in _ATOMS for part in key)
 
 
 def _format_keys(key_path: tuple[Any, ...]) -> str:
@@ -305,7 +309,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
         case {'$complex': [float(real), float(imag)]}:
             return complex(real, imag)
         case {'$dict': [*pairs]}:
-            return {key: _unpack(v, tensors) for key, v in pairs}
+            return {_unpack(key, tensors): _unpack(v, tensors) for key, v in pairs}
         case [*items]:
             return [_unpack(v, tensors) for v in items]
     if any(key.startswith('$') for key in value):

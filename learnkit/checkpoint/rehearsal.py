@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import Sampler
 
+from learnkit.checkpoint.optimizer_state import list_left_out
 from learnkit.core.model import bare_model
 from learnkit.core.plain import ATOMS
 from learnkit.core.random import MODULE_INTERNALS, state_setter
@@ -58,6 +59,7 @@ _LIBRARIES = frozenset('torch learnkit fastai datasets transformers peft timm di
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
 _COMPUTED = 'computed'  # mark of what a forward pass computes
 _NONE = (None, '')
+_EMPTY: tuple[int, list[Any]] = (0, [])  # mark of a container without entries
 _PLAIN = {*ATOMS, list, dict, set, tuple, deque}
 _OPTIMIZER_NAMES = frozenset(('state', 'param_groups', 'defaults'))
 _SKIPPED = (
@@ -88,8 +90,11 @@ def take_inventory(learn: Learner) -> Inventory:
     own_names = learn.parts.own_names.union(own_classes)
     found |= _list_plain(learn, 'learn', own_names, _IN_LEARNER)
     for opt in getattr(learn.opt, 'optimizers', {}).values():
-        if not _is_foreign(opt):
+        # an optimizer with its own `state_dict` saves its attributes
+        if not _is_foreign(opt) and type(opt).state_dict is torch.optim.Optimizer.state_dict:
             found |= _list_plain(opt, type(opt).__name__, _OPTIMIZER_NAMES, _IN_OPTIMIZER)
+        for place, value in list_left_out(opt.state_dict()):
+            found[f'{type(opt).__name__}.{place}'] = fingerprint(value), _IN_OPTIMIZER
     found |= _list_callbacks(learn)
     for cb in learn.cbs:
         for name in declared(cb, 'saved_of_model', tuple)():
@@ -126,6 +131,8 @@ def find_lost(before: Inventory, now: Inventory) -> list[str]:
     lost = []
     for name, (mark, fix) in now.items():
         is_of_lazy = before.get(name.rpartition('.')[0], _NONE)[0] == _LAZY
+        if mark == _EMPTY and name not in before:
+            continue  # such as the list that a hook adds to a layer, and has emptied again
         if mark != _COMPUTED and not is_of_lazy and before.get(name, _NONE)[0] != mark:
             lost.append(f'{name}: {fix}')
     return lost

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from learnkit.checkpoint.optimizer_state import encode_optimizer
 from learnkit.checkpoint.weights import (
     SAFETENSORS,
     Stored,
@@ -35,7 +36,6 @@ from learnkit.core.batch import (
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.model import bare_model, check_has_values, has_weights, preserved_modes
-from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
@@ -78,9 +78,7 @@ def _write_weights(learn: Learner, path: Path, with_opt: bool | None) -> Path:
     if with_opt is not False and learn.opt is not None:
         state = {
             'model': state,
-            'opt': gather_full_state(
-                to_plain(learn.opt.state_dict(), "The optimizer's state"), first_only=True
-            ),
+            'opt': gather_full_state(encode_optimizer(learn.opt.state_dict()), first_only=True),
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)

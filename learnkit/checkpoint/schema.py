@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learnkit.checkpoint.optimizer_state import decode_optimizer
 from learnkit.core.batch import short_repr, tensors_in
 from learnkit.core.errors import CheckpointError
 from learnkit.core.plain import ATOMS, is_dense
@@ -71,7 +72,12 @@ def is_atom(value: Any) -> bool:
 
 def has_dense_tensors(value: Any) -> bool:
     "a mapping with dense tensors"
-    return isinstance(value, Mapping) and all(map(is_dense, tensors_in(value)))
+    return isinstance(value, Mapping) and is_dense_value(value)
+
+
+def is_dense_value(value: Any) -> bool:
+    "a value with dense tensors"
+    return all(map(is_dense, tensors_in(value)))
 
 
 def is_tensor(value: Any) -> bool:
@@ -89,7 +95,9 @@ def is_optimizer(value: Any) -> bool:
     if not is_torch_state(value):
         return False
     states = [value] if is_single(value) else value.values()
-    return not any(problem for state in states for problem in find_problems(state, _OPTIMIZER))
+    if any(problem for state in states for problem in find_problems(state, _OPTIMIZER)):
+        return False
+    return _takes(lambda: decode_optimizer(value))
 
 
 def is_rng(value: Any) -> bool:
@@ -126,9 +134,9 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
     },
 }
 
-# each optimizer's part of a state
+# each optimizer's part of a state; an entry that is not the state of a parameter may be any value
 _OPTIMIZER = {
-    'state': Each(has_dense_tensors),
+    'state': Each(is_dense_value),
     'param_groups': Each({'params': Each(is_index, list)}, list),
 }
 _COUNTS = dict.fromkeys(COUNTER_OF_UNIT, is_count)

@@ -33,6 +33,7 @@ from learnkit.checkpoint.buffers import (
 )
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
+from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.schema import check_state
 from learnkit.checkpoint.weights import (
@@ -46,7 +47,7 @@ from learnkit.checkpoint.weights import (
 from learnkit.core.device import has_streams, synchronize
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.model import bare_model
-from learnkit.core.plain import as_plain, identify_memory, to_plain
+from learnkit.core.plain import as_plain, identify_memory
 from learnkit.core.random import capture_own, capture_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
@@ -138,7 +139,7 @@ def _collect_trained(learn: Learner) -> dict[str, Any]:
     return {
         'model': collect_module_state(learn.model),
         'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-        'optimizer': None if opt is None else to_plain(opt.state_dict(), "The optimizer's state"),
+        'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
     }
 
 
@@ -400,7 +401,7 @@ def _load_weights(learn: Learner, r: ResumeState) -> None:
 
 def _find_trained(state: Mapping[str, Any]) -> Stored:
     "Return the states of the model, the optimizer and the loss function in a checkpoint."
-    return Stored(state['model'], state['optimizer'], state['loss_func'])
+    return Stored(state['model'], decode_optimizer(state['optimizer']), state['loss_func'])
 
 
 def restore_state(learn: Learner, resume: ResumeState) -> None:

@@ -16,6 +16,7 @@ from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
+from learnkit.checkpoint.optimizer_state import decode_optimizer
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
@@ -80,9 +81,9 @@ def _split_state(state: Any, path: Path) -> Stored:
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         loss_func = state.get('loss_func')
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
-            stored = Stored(state['model'], state['opt'], loss_func)
+            stored = Stored(state['model'], _decode_optimizer(state['opt'], path), loss_func)
         elif {'model', 'optimizer', 'position'} <= state.keys():
-            stored = Stored(state['model'], state['optimizer'], loss_func)
+            stored = Stored(state['model'], _decode_optimizer(state['optimizer'], path), loss_func)
         elif 'learnkit' in state:
             stored = Stored(state['model'], config=state.get('config'))
             if state['learnkit'] != FORMAT or not isinstance(stored.config, dict):
@@ -96,6 +97,14 @@ def _split_state(state: Any, path: Path) -> Stored:
             f'{path} holds no state dict (tensors by name), but a {type(state).__name__}{keys}. Nothing was loaded.'
         )
     return stored
+
+
+def _decode_optimizer(state: Any, path: Path) -> Any:
+    "Return the optimizer's state in a file; raise `WeightsError` if it cannot be decoded."
+    try:
+        return decode_optimizer(state)
+    except CheckpointError as e:
+        raise WeightsError(f'{path}: {e}') from None
 
 
 def _is_entry(name: Any, value: Any) -> bool:
@@ -278,7 +287,18 @@ def load_stored(learn: Learner, stored: Stored, strict: bool = True) -> None:
     if stored.opt is not None:
         # the state is loaded to the device of the parameters, so move them first
         move_to_device(learn)
-        learn.opt.load_state_dict(stored.opt)
+        learn.opt.load_state_dict(stored.opt, find_converted(learn.model, stored.model))
+
+
+def find_converted(model: nn.Module, weights: Mapping[str, Any]) -> set[nn.Parameter]:
+    "Return the parameters that have another dtype than in a file."
+    model = bare_model(model)
+    weights = _match_names(weights, model)
+    return {
+        p
+        for name, p in model.named_parameters()
+        if isinstance(weights.get(name), Tensor) and weights[name].dtype != p.dtype
+    }
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

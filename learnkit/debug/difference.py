@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.checkpoint.optimizer_state import encode_value
 from learnkit.core.batch import tensors_in
 from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.core.random import preserved_rng
@@ -264,8 +265,11 @@ def _read_optimizer(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any
             options = {k: v for k, v in group.items() if k not in ('params', 'param_names')}
             found |= {f'hyper {k}{where}, group {i}': repr(v) for k, v in options.items()}
         for p, state in opt.state.items():
-            name = names.get(id(p), 'a parameter of the loss')
-            found[f'optimizer state of {name}'] = read([*state.values()])
+            if isinstance(p, Tensor):
+                name = f'state of {names.get(id(p), "a parameter of the loss")}'
+            else:
+                name = f'entry {p!r}{where}'
+            found[f'optimizer {name}'] = read(encode_value(state))
     return found
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -63,12 +63,15 @@ def list_optimizer_tensors(learn: Learner) -> dict[str, Tensor]:
     if learn.opt is None:
         return {}
     names = {t: name for name, t in list_model_tensors(learn).items()}
-    return {
-        f'{key} of {names.get(p, f"parameter {i}")}': value
-        for i, (p, state) in enumerate(learn.opt.state.items())
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    found: dict[str, Tensor] = {}
+    for i, (p, state) in enumerate(learn.opt.state.items()):
+        if isinstance(p, Tensor):
+            name = names.get(p, f'parameter {i}')
+            entries = state if isinstance(state, Mapping) else {'state': state}
+            found |= {f'{k} of {name}': v for k, v in entries.items() if isinstance(v, Tensor)}
+        elif isinstance(state, Tensor):
+            found[f'entry {p!r} of the optimizer'] = state
+    return found
 
 
 def check_alike(

@@ -393,27 +393,37 @@ def encode(value: Any) -> Any:
         return {key: encode(v) for key, v in value.items()}
     if isinstance(value, Tensor):
         return _encode_tensor(value)
-    for name, data_kind in data_kinds.items():
+    return encode_object(value, encode)
+
+
+def encode_object(
+    value: Any,
+    encode_part: Callable[[Any], Any],  # encodes the data of the object
+    kinds: Mapping[str, DataKind] = data_kinds,
+) -> dict[str, Any]:
+    "Encode an object of one of the kinds; raise `OptionError` for any other object."
+    for name, data_kind in kinds.items():
         if data_kind.accepts(value):
-            return {_KIND: name, 'of': encode(data_kind.encode(value))}
-    raise OptionError(f'A {kind.__name__} is more than data.')
+            return {_KIND: name, 'of': encode_part(data_kind.encode(value))}
+    raise OptionError(f'A {type(value).__name__} is more than data.')
 
 
 def decode(
     value: Any,  # result of `encode`
     cb: Any,  # callback that gets the value
+    kinds: Mapping[str, DataKind] = data_kinds,
 ) -> Any:
     "Return the value that was encoded."
     if isinstance(value, (list, tuple)):
-        return type(value)(decode(v, cb) for v in value)
+        return type(value)([decode(v, cb, kinds) for v in value])
     if not isinstance(value, Mapping):
         return value
     if _KIND not in value:
-        return {key: decode(v, cb) for key, v in value.items()}
-    content = decode(value['of'], cb)
+        return {key: decode(v, cb, kinds) for key, v in value.items()}
+    content = decode(value['of'], cb, kinds)
     if value[_KIND] == _ON_DEVICE:
         return content.to(model_device(_find_model(cb), None))
-    return data_kinds[value[_KIND]].decode(content, cb)
+    return kinds[value[_KIND]].decode(content, cb)
 
 
 def _encode_tensor(t: Tensor) -> Any:

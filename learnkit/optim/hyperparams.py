@@ -33,6 +33,8 @@ DECAYS = ('wd', 'weight_decay')  # names of the weight decay
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
 # exclusive upper bounds of hyperparameters that are decays of averages
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
+# modules of optimizers with torch's `step`, and with states of the names and shapes that torch documents
+OWN_MODULES = ('torch.optim.', 'learnkit.optim.')
 
 
 def find_group_key(name: str, group: Mapping[str, Any]) -> GroupKey | None:
@@ -248,6 +250,24 @@ def iterate_params(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [p for group in groups for p in group['params']]
 
 
+def iterate_states(
+    opt: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Iterate over the parameters that have a state, each with its state.
+
+    Other entries of `opt.state` are left out: an optimizer may keep a counter there, as MADGRAD does (`state['k']`).
+
+    >>> p = nn.Parameter(torch.zeros(2))
+    >>> opt = torch.optim.SGD([p], lr=0.1)
+    >>> opt.state['k'] = 3
+    >>> list(iterate_states(opt))
+    []
+    """
+    for p, state in opt.state.items():
+        if isinstance(p, torch.Tensor) and isinstance(state, dict):
+            yield p, state
+
+
 # -- fused optimizers ------------------------------------------------------------------------------
 
 
@@ -257,7 +277,7 @@ def match_strides(opt: torch.optim.Optimizer) -> None:
     torch's CPU kernels ignore strides: a state from before `model.to(memory_format=torch.channels_last)` would be
     applied to the wrong weights without an error.
     """
-    for p, state in opt.state.items():
+    for p, state in iterate_states(opt):
         for name, value in state.items():
             has_shape = isinstance(value, torch.Tensor) and value.shape == p.shape
             if has_shape and value.stride() != p.stride():

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a saved optimizer state with the optimizers, and load the state into the optimizers."""
+"""Read the state of optimizers, compare a saved state with the optimizers, and load it into the optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Container, Mapping
+from copy import deepcopy
 from numbers import Real
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.batch import map_tensors
+from learnkit.core.batch import children_of, rebuild
+from learnkit.core.errors import OptionError
+from learnkit.core.plain import to_plain
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS, match_strides
+from learnkit.optim.hyperparams import OPTIONS, OWN_MODULES, match_strides
 
 # options that keep their current values, because they select an implementation for the current device
 KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
 
-# entries of a state with the shape of their parameter
+# entry of a state: the state dict of an optimizer that has another layout than torch's
+OWN_LAYOUT = 'own_layout'
+
+# entries of the states of torch's optimizers with the shape of their parameter
 PARAM_SHAPED = frozenset(
     'exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg sum acc_delta prev step_size ax '
     'slow_weights'.split()
@@ -45,6 +53,24 @@ def is_torch_state(state: Any) -> bool:
 def is_single(state: Any) -> bool:
     "Return True for the state dict of one optimizer."
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
+
+
+def read_state(o: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of one optimizer.
+
+    An optimizer may have another layout than torch's (a wrapper, such as Lookahead). Its state dict is an entry of
+    the result then, beside the param groups.
+    """
+    state = o.state_dict()
+    if is_single(state):
+        return state
+    groups = []
+    n = 0
+    for group in o.param_groups:
+        indices = list(range(n, n + len(group['params'])))
+        groups.append({**{k: group[k] for k in OPTIONS if k in group}, 'params': indices})
+        n += len(indices)
+    return {'state': {}, 'param_groups': groups, OWN_LAYOUT: state}
 
 
 def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
@@ -87,14 +113,22 @@ def compare_state(
             'weight decay was set after the file was saved'
         ]
     lines = []
+    if (OWN_LAYOUT in state) == is_single(o.state_dict()):
+        lines.append('the saved state has the layout of another optimizer')
     for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
         unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
         if unshared:
             side = 'here' if unshared[0] in own else 'in the file'
             lines.append(f'group {i} has {", ".join(unshared)} only {side}')
+    if not type(o).__module__.startswith(OWN_MODULES):
+        return lines  # another optimizer may keep anything under these names
     for params, group in zip(lists, groups, strict=True):
         for p, i in zip(params, group['params'], strict=True):
-            for key, value in state['state'].get(i, {}).items():
+            entry = state['state'].get(i, {})
+            if not isinstance(entry, Mapping):
+                lines.append(f'the state of parameter {i} is a {type(entry).__name__} in the file')
+                continue
+            for key, value in entry.items():
                 is_wrong = key in PARAM_SHAPED and isinstance(value, Tensor) and not is_lazy(p)
                 if is_wrong and value.shape != p.shape:
                     name = names.get(p, f'parameter {i}')
@@ -123,45 +157,152 @@ def find_lists(
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: Optimizers, state: Any) -> None:
-    "Load a copy of a state, for which `find_differences` is empty, into the optimizers."
+def load_state(
+    opt: Optimizers,
+    state: Any,  # state for which `find_differences` is empty
+    converted: Container[Any] = (),  # parameters whose states are cast to their dtype
+) -> None:
+    "Load a copy of a state into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
-        groups = states[name]['param_groups']
-        if len(groups) > len(o.param_groups):
+        if len(states[name]['param_groups']) > len(o.param_groups):
             opt.split_groups(o)
-        own = o.param_groups
-        params: dict[Any, Any] = {}
-        for group, saved in zip(own, groups, strict=True):
-            params.update(zip(saved['params'], group['params'], strict=True))
-        # torch would keep references to the tensors of the state
-        copies = {i: _copy_state(s, params.get(i)) for i, s in states[name]['state'].items()}
-        merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
-        o.load_state_dict({'state': copies, 'param_groups': merged})
-        for group, loaded in zip(own, o.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        # other objects (such as a wrapped optimizer) hold references to the group dicts
-        o.param_groups[:] = own
+        if OWN_LAYOUT in states[name]:
+            o.load_state_dict(copy_value(states[name][OWN_LAYOUT], Tensor.clone))
+        else:
+            load_single(o, states[name], converted)
         match_strides(o)
 
 
-def _copy_state(state: Any, p: Any) -> Any:
+def load_single(
+    o: torch.optim.Optimizer, state: Mapping[str, Any], converted: Container[Any]
+) -> None:
+    "Load a copy of a state in torch's layout into one optimizer."
+    own = o.param_groups
+    groups = state['param_groups']
+    params: dict[Any, Any] = {}
+    for group, saved in zip(own, groups, strict=True):
+        params.update(zip(saved['params'], group['params'], strict=True))
+    # torch would keep references to the tensors of the state
+    copied = {i: copy_like(s, params.get(i)) for i, s in state['state'].items()}
+    # an optimizer may add entries to its state dict
+    added = {k: v for k, v in state.items() if k not in ('state', 'param_groups')}
+    merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
+    o.load_state_dict({**copy_value(added, Tensor.clone), 'state': copied, 'param_groups': merged})
+    kept = {p: copied[i] for i, p in params.items() if i in copied and p not in converted}
+    restore_dtypes(o, kept)
+    for group, saved, loaded in zip(own, groups, o.param_groups, strict=True):
+        unsaved = find_unsaved(group, saved)  # torch copies them
+        group.clear()
+        group.update({**loaded, **unsaved})
+    # other objects (such as a wrapped optimizer) hold references to the group dicts
+    o.param_groups[:] = own
+
+
+def restore_dtypes(o: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
+    """Set the saved values where torch has converted them, on the device that torch has chosen.
+
+    `torch.optim.Optimizer.load_state_dict` casts every tensor to its parameter's dtype. `step` is left out: torch casts
+    it only for fused and capturable steps, which require float32.
+    """
+    is_torch = type(o).load_state_dict is torch.optim.Optimizer.load_state_dict
+    for p, state in saved.items():
+        loaded = o.state.get(p)
+        if isinstance(loaded, dict) and isinstance(state, Mapping):
+            for key, value in state.items():
+                if key in loaded and key != 'step':
+                    loaded[key] = restore_value(value, loaded[key], p.dtype, is_torch)
+        elif loaded is not None:
+            o.state[p] = restore_value(state, loaded, p.dtype, is_torch)
+
+
+def restore_value(
+    value: Any,  # saved value
+    loaded: Any,
+    dtype: torch.dtype,  # of the parameter
+    is_torch: bool,  # False: the optimizer has its own `load_state_dict`, which may convert integers
+) -> Any:
+    """Return a loaded value of a state with the saved dtype, and a string as it was saved.
+
+    Other values, which the optimizer has replaced by another type or length, are returned as they were loaded.
+    """
+    if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+        is_cast = loaded.dtype == dtype != value.dtype
+        is_own = is_torch or value.is_floating_point()
+        return value.to(loaded.device) if is_cast and is_own else loaded
+    if type(value) is not type(loaded):
+        return loaded
+    if isinstance(value, deque):
+        return deque(restore_value([*value], [*loaded], dtype, is_torch), value.maxlen)
+    saved_children = children_of(value)
+    children = children_of(loaded)
+    if saved_children is None or children is None:
+        return value if isinstance(value, str) else loaded  # torch rebuilds strings as iterables
+    if len(saved_children) != len(children):
+        return loaded
+    pairs = zip(saved_children, children, strict=True)
+    return rebuild(loaded, [restore_value(a, b, dtype, is_torch) for a, b in pairs])
+
+
+def copy_like(state: Any, p: Any) -> Any:
     "Return a copy of a parameter's state, sharded if the parameter is sharded."
-    return map_tensors(
+    return copy_value(
         state,
         lambda t: distribute_like(t, p) if is_dtensor(p) and t.shape == p.shape else t.clone(),
     )
 
 
+def copy_value(value: Any, copy_tensor: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of a value in a state, with the result of a function for each tensor.
+
+    >>> copy_value({'norms': deque([torch.ones(2)], maxlen=3)}, torch.neg)
+    {'norms': deque([tensor([-1., -1.])], maxlen=3)}
+    """
+    if isinstance(value, Tensor):
+        return copy_tensor(value)
+    if isinstance(value, deque):
+        return deque([copy_value(v, copy_tensor) for v in value], value.maxlen)
+    children = children_of(value)
+    if children is None:
+        return deepcopy(value)
+    return rebuild(value, [copy_value(v, copy_tensor) for v in children])
+
+
 def merge_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    "Return a saved param group with the current `KEPT_OPTIONS`; an option is a tensor if it is one in `own`."
-    group = {**saved, **{n: own[n] for n in KEPT_OPTIONS if n in own}}
-    for name in (n for n in OPTIONS if n in own and n in saved):
-        here = own[name]
-        there = saved[name]
-        if isinstance(here, Tensor):
-            group[name] = here.detach().clone().fill_(there)
-        elif isinstance(here, Real) and isinstance(there, Tensor):
-            group[name] = there.item()
+    "Return a saved param group with the current `KEPT_OPTIONS`, and the current options that no file can hold."
+    kept = {n: own[n] for n in KEPT_OPTIONS if n in own}
+    group = {**find_unsaved(own, saved), **saved, **kept}
+    for name in own.keys() & saved.keys():
+        if name in OPTIONS:
+            group[name] = adapt_number(own[name], saved[name])
+        elif isinstance(own[name], Tensor) and isinstance(saved[name], Tensor):
+            group[name] = saved[name].to(own[name].device, copy=True)
     return group
+
+
+def find_unsaved(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    "Return the options of a param group that a saved group lacks, because no file can hold them."
+    return {name: v for name, v in own.items() if name not in saved and not is_plain(v)}
+
+
+def adapt_number(here: Any, there: Any) -> Any:
+    "Return a saved number, or a tuple of them, with the current type: a tensor, NumPy's or Python's number."
+    if isinstance(here, Tensor):
+        return here.detach().clone().fill_(there)
+    if isinstance(here, np.number) and isinstance(there, (int, float)):
+        make: Any = type(here)
+        return make(there)
+    if isinstance(here, Real) and isinstance(there, Tensor):
+        return there.item()
+    if isinstance(here, tuple) and isinstance(there, tuple) and len(here) == len(there):
+        return tuple(map(adapt_number, here, there))
+    return there
+
+
+def is_plain(value: Any) -> bool:
+    "Return True for a value that a file can hold."
+    try:
+        to_plain(value, '')
+    except OptionError:
+        return False
+    return True

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,20 +19,20 @@ from learnkit.core.model import unwrap_partial
 from learnkit.optim.hyperparams import (
     DECAYS,
     OPTIONS,
+    OWN_MODULES,
     Hypers,
     as_groups,
     check_maker,
     find_group_key,
+    iterate_states,
     list_values,
     match_strides,
     torch_names,
     trainable_params,
 )
-from learnkit.optim.state import find_differences, load_state
+from learnkit.optim.state import find_differences, load_state, read_state
 
 __all__ = ['OptimWrapper', 'trainable_params']
-
-OWN_MODULES = ('torch.optim.', 'learnkit.optim.')  # modules of classes with torch's `step`
 
 
 def unannotated_step(opt: torch.optim.Optimizer) -> Any:
@@ -52,6 +52,16 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     ):
         return opt.step()
     return type(opt).step.__wrapped__(opt)  # type: ignore[attr-defined]  # set by torch
+
+
+def has_own_zero_grad(opt: torch.optim.Optimizer) -> bool:
+    """Return True if `zero_grad` of an optimizer is not torch's, so that it may clear more than `grad`.
+
+    >>> has_own_zero_grad(torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+    False
+    """
+    is_torch = type(opt).zero_grad is torch.optim.Optimizer.zero_grad
+    return not is_torch or 'zero_grad' in opt.__dict__
 
 
 # a param group of torch: its optimizer, and its index there
@@ -243,10 +253,16 @@ class OptimWrapper(torch.optim.Optimizer):
         set_to_none: bool = True,
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
-        "Set the gradients to None, or to zero without `set_to_none`."
+        """Set the gradients to None, or to zero without `set_to_none`.
+
+        An optimizer with its own `zero_grad` clears them by that method, as in a loop without a Learner.
+        """
         for o in self._select(only):
             if not set_to_none:
                 o.zero_grad(set_to_none=False)
+                continue
+            if has_own_zero_grad(o):
+                o.zero_grad()
                 continue
             # the loop of torch's method, without its profiler annotation
             for g in o.param_groups:
@@ -258,7 +274,8 @@ class OptimWrapper(torch.optim.Optimizer):
         "The learning rates of the groups, as Python numbers; groups without a learning rate are left out."
         lrs = []
         for groups in self._find_groups():
-            own_lrs = [group['lr'] for group in groups if 'lr' in group]
+            # None: the optimizer computes its rates, such as Adafactor with `relative_step`
+            own_lrs = [group['lr'] for group in groups if group.get('lr') is not None]
             lrs += own_lrs[:1]
         return [float(lr) for lr in lrs]
 
@@ -391,7 +408,7 @@ class OptimWrapper(torch.optim.Optimizer):
         "Drop the states of parameters that are in no group."
         own = set(self.parameters())
         for o in self.optimizers.values():
-            for p in [p for p in o.state if p not in own]:
+            for p in [p for p, _ in iterate_states(o) if p not in own]:
                 del o.state[p]
         for name in ('exempt', 'always_trained', 'frozen'):
             setattr(self, name, getattr(self, name) & own)
@@ -484,21 +501,28 @@ class OptimWrapper(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         "Return the state dict of the optimizer, or a dict from names to state dicts of several optimizers."
         if len(self.optimizers) == 1:
-            return self[0].state_dict()
-        return {name: o.state_dict() for name, o in self.optimizers.items()}
+            return read_state(self[0])
+        return {name: read_state(o) for name, o in self.optimizers.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        converted: Container[
+            Any
+        ] = (),  # parameters whose states are cast to their dtype, as torch does
+    ) -> None:
         """Load a copy of a state dict to the devices of the parameters.
 
-        The options `foreach`, `fused` and `capturable` keep their current values. Raises `OptimizerError`, with
-        nothing changed, for a state that does not fit.
+        Tensors of the state keep their saved dtype, such as the float32 averages of bf16 parameters. The options
+        `foreach`, `fused` and `capturable` keep their current values, as do options that no file can hold
+        (functions). Raises `OptimizerError`, with nothing changed, for a state that does not fit.
         """
         lines = find_differences(self, state_dict)
         if lines:
             raise OptimizerError(
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
-        load_state(self, state_dict)
+        load_state(self, state_dict, converted)
         self.spare_from_decay(is_loaded=True)
         if self.is_training:
             self.train()

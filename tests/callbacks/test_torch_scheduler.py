@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from learnkit import (
     Callback,
     CancelBatchException,
     CancelStepException,
+    Checkpoint,
     GradientAccumulation,
     Recorder,
     TrainEvalCallback,
 )
 from learnkit.callbacks.schedule import LRScheduler
-from learnkit.core.errors import MetricError, OptionError
+from learnkit.core.errors import MetricError, OptimizerError, OptionError
 from learnkit.testing import synth_learner
 
 
@@ -232,5 +234,88 @@ def test_errors_before_training(cb: Any, message: str | None) -> None:
     error = ValueError if message is None else MetricError
     with pytest.raises(error, match=message):
         learn.fit(1, cbs=cb())
+    assert learn.train_iter == 0
+    learn.fit(1)
+
+
+# -- rates that no batch uses, and other schedulers ------------------------------------------------
+
+
+def linear_cycle(n: int) -> Any:
+    return partial(
+        torch_lr.OneCycleLR, max_lr=1.0, total_steps=n, anneal_strategy='linear', pct_start=0.85
+    )
+
+
+@pytest.mark.parametrize('opt_func', [torch.optim.AdamW, torch.optim.SGD])
+def test_a_rate_that_no_batch_uses_is_not_checked(tmp_path: Path, opt_func: Any) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return learner(5, opt_func=partial(opt_func, **momentum), path=tmp_path)
+
+    momentum = {'momentum': 0.9} if opt_func is torch.optim.SGD else {}
+    schedule = LRScheduler(linear_cycle(10), by='batch')
+    used, learn = Used(), make()
+    learn.fit(2, cbs=[schedule, used, Checkpoint(every='1ba', keep_last=20)])
+    if opt_func is torch.optim.AdamW:
+        assert used.values == plain(linear_cycle(10), 10)
+    opt = opt_func([nn.Parameter(torch.zeros(1))], lr=0.5, **momentum)
+    own = linear_cycle(10)(opt)
+    for lr in learn.recorder.lrs:
+        assert lr == opt.param_groups[0]['lr'] > 0
+        opt.step()
+        own.step()
+    assert opt.param_groups[0]['lr'] < 0  # of torch, after the last batch
+    assert learn.opt.hypers[0]['lr'] == learn.recorder.lrs[-1]
+    assert learn.opt.hypers[0]['mom'] < 1
+
+    for n in (4, 9, 10):
+        resumed = make()
+        path = next((tmp_path / 'checkpoints').glob(f'*ba{n}.ckpt'))
+        new = LRScheduler(linear_cycle(10), by='batch')
+        resumed.fit(2, resume=path, cbs=[new, Checkpoint(folder=tmp_path / 'other')])
+        assert torch.equal(resumed.model.a, learn.model.a)
+        assert resumed.recorder.lrs == learn.recorder.lrs
+    learn.fit(1)  # with valid rates
+
+
+def test_a_rate_that_a_batch_would_use_is_checked() -> None:
+    used, learn = Used(), learner(4)
+    make = partial(torch_lr.LambdaLR, lr_lambda=lambda i: 1 - i)
+    with pytest.raises(OptimizerError, match=r'lr=-0.5'):
+        learn.fit(1, cbs=[LRScheduler(make, by='batch'), used])
+    assert [values[-1][0] for values in used.values] == [0.5, 0.0]
+    with pytest.raises(OptimizerError, match=r'lr=-0.5'):
+        learner().fit(1, cbs=LRScheduler(partial(torch_lr.LambdaLR, lr_lambda=lambda i: -1)))
+
+
+class ByEpoch:
+    "A scheduler as timm's: `step` requires the epoch."
+
+    def __init__(self, opt: Any) -> None:
+        self.rates = [group['lr'] for group in opt.param_groups]
+
+    def step(self, epoch: int, metric: float | None = None) -> None: ...
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None: ...
+
+
+class ByBoth(ByEpoch):
+    def step(self, epoch: int, *, n: int, **options: Any) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (ByEpoch, r'ByEpoch.step\(\) requires epoch,.*ParamScheduler'),
+        (ByBoth, r'ByBoth.step\(\) requires epoch and n,'),
+        (lambda opt: opt.param_groups, r'list has no `step\(\)`'),
+    ],
+)
+@pytest.mark.parametrize('by', ['epoch', 'batch'])
+def test_another_scheduler_is_refused_before_training(make: Any, message: str, by: str) -> None:
+    learn = learner()
+    with pytest.raises(OptionError, match=message):
+        learn.fit(1, cbs=LRScheduler(make, by=by))
     assert learn.train_iter == 0
     learn.fit(1)

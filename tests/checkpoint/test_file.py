@@ -171,7 +171,7 @@ class Sub(Tensor):
         (object(), 'object at'),
         (Kind.A, 'Kind at'),
         (10**5000, '4300'),
-        ({(1, 2): 3}, 'tuple'),
+        ({(1, Kind.A): 3}, 'tuple'),
         ({Kind.A: 3}, 'Kind'),
         (torch.ones(2).to_sparse(), 'sparse_coo'),
         (torch.ones(2, device='meta'), 'meta'),

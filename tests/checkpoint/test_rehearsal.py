@@ -59,6 +59,20 @@ class Saves(Counts):
         self.calls = state
 
 
+class Hooked(Model):
+    "Keeps what a forward pass adds to a list that is made then, and emptied again or not."
+
+    keeps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.activations = [float(x.sum())] if self.keeps else []
+        return self.net(x)
+
+
+class Keeping(Hooked):
+    keeps = True
+
+
 class OwnEMA(Callback):
     def before_fit(self) -> None:
         self.average = copy.deepcopy(self.model)
@@ -236,3 +250,8 @@ def test_fingerprints_see_changes_in_place() -> None:
     next(values[5])  # type: ignore[call-overload]
     changed = [fingerprint(value) != old for value, old in zip(values, before, strict=True)]
     assert changed == [True] * 4 + [False, True]  # `.data` has a version of its own
+
+
+def test_a_new_list_without_entries_is_not_named(tmp_path: Path) -> None:
+    assert named(tmp_path / 'a', model=Hooked) == []
+    assert named(tmp_path / 'b', model=Keeping) == ['model.activations']

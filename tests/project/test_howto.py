@@ -15,6 +15,7 @@ NEEDED = {
     'logging': 'wandb',
     'lora': 'peft',
     'export': 'onnxruntime',
+    'private_training': 'opacus',
 }
 
 
@@ -29,6 +30,8 @@ def test_there_are_pages() -> None:
 @pytest.mark.notebook
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 @pytest.mark.filterwarnings('ignore:.is_gradient_checkpointing:FutureWarning')  # peft calls it
+@pytest.mark.filterwarnings('ignore:Secure RNG')  # of opacus
+@pytest.mark.filterwarnings('ignore:Full backward hook')  # of the hooks of opacus
 @pytest.mark.parametrize('path', PAGES, ids=lambda path: path.stem)
 def test_the_code_of_a_page_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
