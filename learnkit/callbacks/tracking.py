@@ -15,11 +15,12 @@ from typing_extensions import override
 
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
-from learnkit.callbacks.recorder import as_number, epoch_row, find_column, records
+from learnkit.callbacks.recorder import epoch_row, find_column, records
 from learnkit.checkpoint.saving import check_weights_path
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
+from learnkit.core.watched import as_number, is_better
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
 from learnkit.metrics.direction import MetricProperties, as_comparison
@@ -46,9 +47,10 @@ class TrackerCallback(Callback):
     `best` is the best value, and `new_best` is True if this epoch improved it. A monitored value is
     a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one
     of several validation loaders. For any other value, such as an average of `learn.log`, `monitor`
-    is a function: `lambda learn: learn.history[-1]['valid_part']`. NaN and values that were not
-    measured never count as an improvement. Without `comp`, lower is better (`np.less`) for losses
-    and errors, and higher is better (`np.greater`) for any other column.
+    is a function: `lambda learn: learn.history[-1]['valid_part']`. An epoch without a value, such
+    as one that `eval_every='2ep'` does not evaluate, is not compared. NaN is compared, and is never
+    an improvement. Without `comp`, lower is better (`np.less`) for losses and errors, and higher is
+    better (`np.greater`) for any other column.
 
     Raises `MetricError` before training for an unknown column, and for a value that is not a
     number. Checkpointed: `best` and `new_best`.
@@ -114,19 +116,21 @@ class TrackerCallback(Callback):
         if row is None:
             return
         value = self._as_number(self._get_value(row))
-        if value is not None and self._is_better(value):
-            self.new_best = True
-            self.best = value
+        if value is None:
+            return  # this epoch has not evaluated the value
+        self._compare(value)
         self.after_comparison()
 
-    def _is_better(self, value: float) -> bool:
-        "Compare with the best value; ignore differences below single precision."
-        if math.isclose(value, self.best, rel_tol=1e-7):
-            value = self.best
-        return bool(self.comp(value - self._margin, self.best))
+    def _compare(self, value: float) -> None:
+        "Compare with the best value, and keep the better one; ignore differences below single precision."
+        is_equal = math.isclose(value, self.best, rel_tol=1e-7)
+        compared = self.best if is_equal else value
+        self.new_best = is_better(compared - self._margin, self.best, self.comp)
+        if self.new_best:
+            self.best = value
 
     def after_comparison(self) -> None:
-        "Act on `new_best`; subclasses override this method."
+        "Act on `new_best` after a value was compared; subclasses override this method."
 
     def _as_number(self, value: Any) -> float | None:
         "Return a value as a number; the value of a function is the first rank's."
@@ -159,8 +163,10 @@ class TrackerCallback(Callback):
 class _Patient(TrackerCallback):
     """Wait for an improvement, then lose patience. Checkpointed: also the time waited.
 
-    A number of epochs is the longest wait, as in fastai: patience is lost when it is reached. A time
-    is a wait that is still accepted, as in Composer: patience is lost when more has passed.
+    A number of evaluations is the longest wait, as in fastai, which evaluates every epoch: patience
+    is lost when it is reached. A time since the last improvement is a wait that is still accepted, as
+    in Composer: patience is lost at an evaluation when more has passed. Epochs without a value lose
+    no patience.
     """
 
     def __init__(
@@ -168,13 +174,15 @@ class _Patient(TrackerCallback):
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
         min_delta: float = 0.0,  # least change that counts as an improvement
-        patience: int | str | Time = 1,  # epochs without improvement, or a time: '10m', '500ba'
+        patience: int
+        | str
+        | Time = 1,  # evaluations without improvement, or a time: '10m', '500ba'
         reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         as_time(patience, 'ep')  # raises for what is no time
         self.patience = patience
-        self.wait = 0  # number of epochs waited
+        self.wait = 0  # number of evaluations without improvement
         self._since = Timestamp()  # time of the last improvement
 
     @override
@@ -186,7 +194,7 @@ class _Patient(TrackerCallback):
 
     @override
     def after_comparison(self) -> None:
-        "Count the epoch unless it improved the value."
+        "Count the evaluation unless it improved the value."
         if self.new_best:
             return self._restart_wait()
         self.wait += 1
@@ -197,12 +205,10 @@ class _Patient(TrackerCallback):
         if not isinstance(self.patience, (str, Time)):
             return self.wait >= self.patience
         limit = as_time(self.patience)
-        if limit.unit == 'ep':
-            return self.wait > limit.value
-        return self.learn.time - self._since > limit
+        return self.learn.time[limit.unit] - self._since[limit.unit] > limit
 
     def lose_patience(self) -> None:
-        "Act after the last epoch of patience; subclasses override this method."
+        "Act when patience is lost; subclasses override this method."
 
     def _restart_wait(self) -> None:
         self.wait = 0
@@ -220,12 +226,13 @@ class _Patient(TrackerCallback):
 
 
 class EarlyStoppingCallback(_Patient):
-    """Stop the fit when the monitored value has not improved for `patience` epochs.
+    """Stop the fit when the monitored value has not improved for `patience` evaluations.
 
     The other arguments are as in `TrackerCallback`. The epoch ends as usual, with its checkpoints.
 
-    `patience` as a number is fastai's: 2 stops at the second epoch without improvement. As a string
-    or `Time` it is Composer's: '2ep' stops when more than 2 epochs have passed, at the third.
+    `patience` as a number is fastai's: 2 stops at the second evaluation in a row without improvement.
+    As a string or `Time` it is Composer's: '2ep' stops at the first evaluation without improvement
+    more than 2 epochs after the best. Epochs that have not evaluated the value are not evaluations.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=EarlyStoppingCallback(patience=2))
@@ -239,13 +246,13 @@ class EarlyStoppingCallback(_Patient):
     @override
     def lose_patience(self) -> None:
         "Stop the fit."
-        epoch = self.learn.epoch - self.wait
+        epoch = self.learn.epoch - (self.learn.time.ep - self._since.ep)
         print_line(self, f'No improvement since epoch {epoch}: early stopping')
         self.learn.stop()
 
 
 class ReduceLROnPlateau(_Patient):
-    """Divide the learning rates by `factor` when the monitored value has not improved for `patience` epochs.
+    """Divide the learning rates by `factor` when the monitored value has not improved for `patience` evaluations.
 
     The other arguments are as in `TrackerCallback`, and `patience` as in `EarlyStoppingCallback`. A
     schedule that sets the rate at every batch overrides this callback, with a warning.
@@ -267,7 +274,9 @@ class ReduceLROnPlateau(_Patient):
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
         min_delta: float = 0.0,  # least change that counts as an improvement
-        patience: int | str | Time = 1,  # epochs without improvement, or a time: '10m', '500ba'
+        patience: int
+        | str
+        | Time = 1,  # evaluations without improvement, or a time: '10m', '500ba'
         factor: float = 10.0,  # divisor of the rates
         min_lr: float = 0.0,  # lower bound of the rates
         reset_on_fit: bool = True,  # whether each fit resets `best`
