@@ -134,7 +134,12 @@ class MetricColumns:
         columns = self.known.get(prefix + name)
         if columns is None:
             return {name: value}
-        found = flatten_mapping(value) if isinstance(value, Mapping) else {}
+        if isinstance(value, Mapping):
+            found = flatten_mapping(value)
+        else:
+            found = dict.fromkeys(
+                columns, value
+            )  # None, or NaN for a metric that cannot be computed
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 
