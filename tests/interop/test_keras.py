@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit import Checkpoint, Learner
+from learnkit import Checkpoint, DataLoaders, Learner
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.interop import from_keras
-from learnkit.testing import synth_learner
+from learnkit.metrics import ValueMetric, mae
+from learnkit.testing import RegModel, synth_learner
 from tests.faults.run_helpers import Reach, quiet
 from tests.helpers.harness import run_until_done
 
@@ -64,6 +65,45 @@ def test_order_of_the_methods_and_their_logs() -> None:
     calls.clear()
     learn.get_preds()
     assert calls == []  # it has no hooks of predictions
+
+
+class Note(OfKeras):
+    "Keeps the logs of each hook."
+
+    def __init__(self) -> None:
+        self.logs: dict[str, list[Any]] = {}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.logs.setdefault('batch', []).append(logs['loss'])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.setdefault('epoch', []).append(logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.logs.setdefault('test', []).append(logs)
+
+
+def test_numbers_in_the_logs_equal_a_loop_by_hand() -> None:
+    x = torch.arange(10.0)[:, None]
+    dls = DataLoaders.from_tensors((x, 2 * x), (x[:5], x[:5] + 3), bs=4, shuffle=False)
+    note, model = Note(), RegModel()
+    model.load_state_dict({'a': torch.ones(1), 'b': torch.zeros(1)})
+    learner(from_keras(note), dls=dls, lr=0.0, metrics=mae, model=model).fit(2)
+    squares = [n * n for n in range(10)]  # the error of sample n is n
+    running = [sum(squares[:n]) / n for n in (4, 8, 10)]  # the last batch has two samples
+    assert note.logs['batch'] == pytest.approx(2 * running)
+    logs = {'loss': running[-1], 'val_loss': 9.0, 'val_mae': 3.0}
+    assert note.logs['epoch'] == [pytest.approx(logs)] * 2
+    assert note.logs['test'] == [pytest.approx({'loss': 9.0, 'mae': 3.0})] * 2
+
+
+def test_a_value_that_was_not_evaluated_is_absent_and_nan_is_not() -> None:
+    note = Note()
+    unknown = ValueMetric(lambda: float('nan'), 'unknown')
+    learner(from_keras(note), metrics=unknown, eval_every='2ep').fit(4)
+    evaluated = {'loss', 'val_loss', 'val_unknown'}
+    assert [set(logs) for logs in note.logs['epoch']] == [{'loss'}, evaluated] * 2
+    assert all(np.isnan(logs['val_unknown']) for logs in note.logs['epoch'][1::2])
 
 
 class Halve(OfKeras):
