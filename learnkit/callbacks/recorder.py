@@ -629,7 +629,7 @@ def find_column(cb: Any, monitor: str) -> int:
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)
-    hint = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
+    hint = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1].get('...')`."
     if evaluation_loaders(cb.learn.dls):
         hint = did_you_mean(monitor, names) or hint
     else:

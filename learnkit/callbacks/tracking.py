@@ -47,10 +47,10 @@ class TrackerCallback(Callback):
     `best` is the best value, and `new_best` is True if this epoch improved it. A monitored value is
     a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one
     of several validation loaders. For any other value, such as an average of `learn.log`, `monitor`
-    is a function: `lambda learn: learn.history[-1]['valid_part']`. An epoch without a value, such
-    as one that `eval_every='2ep'` does not evaluate, is not compared. NaN is compared, and is never
-    an improvement. Without `comp`, lower is better (`np.less`) for losses and errors, and higher is
-    better (`np.greater`) for any other column.
+    is a function: `lambda learn: learn.history[-1].get('valid_part')`. An epoch without a value
+    (None), such as one that `eval_every='2ep'` does not evaluate, is not compared. NaN is compared,
+    and is never an improvement. Without `comp`, lower is better (`np.less`) for losses and errors,
+    and higher is better (`np.greater`) for any other column.
 
     Raises `MetricError` before training for an unknown column, and for a value that is not a
     number. Checkpointed: `best` and `new_best`.
@@ -163,10 +163,9 @@ class TrackerCallback(Callback):
 class _Patient(TrackerCallback):
     """Wait for an improvement, then lose patience. Checkpointed: also the time waited.
 
-    A number of evaluations is the longest wait, as in fastai, which evaluates every epoch: patience
-    is lost when it is reached. A time since the last improvement is a wait that is still accepted, as
-    in Composer: patience is lost at an evaluation when more has passed. Epochs without a value lose
-    no patience.
+    A number of epochs with a value is the longest wait, as in fastai, which evaluates every epoch:
+    patience is lost when it is reached. A time since the last improvement is a wait that is still
+    accepted, as in Composer: patience is lost in an epoch with a value when more has passed.
     """
 
     def __init__(
@@ -174,15 +173,13 @@ class _Patient(TrackerCallback):
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
         min_delta: float = 0.0,  # least change that counts as an improvement
-        patience: int
-        | str
-        | Time = 1,  # evaluations without improvement, or a time: '10m', '500ba'
+        patience: int | str | Time = 1,  # epochs without improvement, or a time: '10m', '500ba'
         reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         as_time(patience, 'ep')  # raises for what is no time
         self.patience = patience
-        self.wait = 0  # number of evaluations without improvement
+        self.wait = 0  # number of evaluated epochs without improvement
         self._since = Timestamp()  # time of the last improvement
 
     @override
@@ -194,7 +191,7 @@ class _Patient(TrackerCallback):
 
     @override
     def after_comparison(self) -> None:
-        "Count the evaluation unless it improved the value."
+        "Count the epoch unless it improved the value."
         if self.new_best:
             return self._restart_wait()
         self.wait += 1
@@ -226,13 +223,13 @@ class _Patient(TrackerCallback):
 
 
 class EarlyStoppingCallback(_Patient):
-    """Stop the fit when the monitored value has not improved for `patience` evaluations.
+    """Stop the fit when the monitored value has not improved for `patience` epochs.
 
     The other arguments are as in `TrackerCallback`. The epoch ends as usual, with its checkpoints.
 
-    `patience` as a number is fastai's: 2 stops at the second evaluation in a row without improvement.
-    As a string or `Time` it is Composer's: '2ep' stops at the first evaluation without improvement
-    more than 2 epochs after the best. Epochs that have not evaluated the value are not evaluations.
+    `patience` as a number is fastai's: 2 stops at the second epoch in a row without improvement;
+    epochs without a value do not count. As a string or `Time` it is Composer's: '2ep' stops when more
+    than 2 epochs have passed, at the third, or at the next epoch with a value.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=EarlyStoppingCallback(patience=2))
@@ -247,12 +244,13 @@ class EarlyStoppingCallback(_Patient):
     def lose_patience(self) -> None:
         "Stop the fit."
         epoch = self.learn.epoch - (self.learn.time.ep - self._since.ep)
-        print_line(self, f'No improvement since epoch {epoch}: early stopping')
+        since = f'since epoch {epoch}' if epoch >= 0 else 'in any epoch'
+        print_line(self, f'No improvement {since}: early stopping')
         self.learn.stop()
 
 
 class ReduceLROnPlateau(_Patient):
-    """Divide the learning rates by `factor` when the monitored value has not improved for `patience` evaluations.
+    """Divide the learning rates by `factor` when the monitored value has not improved for `patience` epochs.
 
     The other arguments are as in `TrackerCallback`, and `patience` as in `EarlyStoppingCallback`. A
     schedule that sets the rate at every batch overrides this callback, with a warning.
@@ -274,9 +272,7 @@ class ReduceLROnPlateau(_Patient):
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
         min_delta: float = 0.0,  # least change that counts as an improvement
-        patience: int
-        | str
-        | Time = 1,  # evaluations without improvement, or a time: '10m', '500ba'
+        patience: int | str | Time = 1,  # epochs without improvement, or a time: '10m', '500ba'
         factor: float = 10.0,  # divisor of the rates
         min_lr: float = 0.0,  # lower bound of the rates
         reset_on_fit: bool = True,  # whether each fit resets `best`
