@@ -257,7 +257,7 @@ class MixedPrecision(Callback):
         if not self.scales:
             return
         self.scaler.load_state_dict(sd['scaler'])
-        self._model = None
+        self._model = None if self.learn is None else bare_model(self.learn.model)
         self.n_skipped = sd['n_skipped']
         self._scaled = set(sd['is_scaled'])
         # a step may come before the first scaled loss, which is when a scaler makes its tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from copy import deepcopy
-from math import isfinite
+from math import inf
 from typing import Any
 
 import torch
@@ -133,21 +133,20 @@ class LRScheduler(Callback):
             self._warn_of_negative_best()
 
     def _warn_of_negative_best(self) -> None:
-        "Warn once a fit of a relative threshold, by which a worse value improves a best value below 0."
+        "Warn once a fit of a relative threshold for a best value below 0, which an equal value improves."
         scheduler = self.scheduler
-        is_relative = getattr(scheduler, 'threshold_mode', '') == 'rel' and scheduler.threshold > 0
-        if (
-            self._has_warned
-            or not is_relative
-            or not (isfinite(scheduler.best) and scheduler.best < 0)
-        ):
+        is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if self._has_warned or not is_plateau or not -inf < scheduler.best < 0:
+            return
+        if scheduler.threshold_mode != 'rel' or not scheduler.threshold:
             return
         self._has_warned = True
-        share = 1 - scheduler.threshold if scheduler.mode == 'min' else 1 + scheduler.threshold
+        margin = scheduler.threshold if scheduler.mode == 'max' else -scheduler.threshold
+        limit, sign = scheduler.best * (1 + margin), '>' if scheduler.mode == 'max' else '<'
         warn_user(
-            f"{type(scheduler).__name__}(threshold_mode='rel') takes any value on the better side of "
-            f'{scheduler.best * share:.6g} as better than the best value {scheduler.best:.6g}, so an equal value '
-            "improves it, and the rate is not lowered. For values below 0, pass `threshold_mode='abs'`."
+            f"ReduceLROnPlateau(threshold_mode='rel'): after the best value {scheduler.best:.6g}, every value "
+            f'{sign} {limit:.6g} counts as better, also an equal one, and the rate may never be lowered. For values '
+            "below 0, pass `threshold_mode='abs'`."
         )
 
     def _advance(self, *value: float) -> None:

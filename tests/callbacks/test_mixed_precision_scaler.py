@@ -248,6 +248,18 @@ def test_another_model_starts_with_a_new_scale() -> None:
     assert used.scaler.get_scale() == scale and used.n_skipped == n_skipped
 
 
+def test_a_loaded_scale_is_of_the_model_of_its_learner() -> None:
+    first, second = MixedPrecision('fp16', **SCALER), MixedPrecision('fp16', **SCALER)
+    learner(first).fit(1)
+    second.load_state_dict(first.state_dict())  # of the next fit, as there is no Learner yet
+    learn = learner(second)
+    learn.fit(0)
+    assert second.state_dict() == first.state_dict()
+    second.load_state_dict(first.state_dict())
+    learner(second).fit(0)
+    assert second.scaler.get_scale() == SCALER['init_scale']
+
+
 def test_a_loss_that_stays_infinite_is_reported() -> None:
     spoil = Callback(before_batch=lambda cb: cb.xb[0].fill_(float('inf')))
     learn = learner(MixedPrecision('fp16', init_scale=2.0), spoil)

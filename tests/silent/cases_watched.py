@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,6 +100,15 @@ def _scheduler_on_nan() -> tuple[Any, Any]:
     for value in values:
         scheduler.step(value)
     return float(learn.opt.hypers[-1]['lr']), by_hand.param_groups[0]['lr']
+
+
+@watched('warnings of ReduceLROnPlateau with negative losses, which it never lowers', old='0')
+def _negative_losses() -> tuple[Any, Any]:
+    scheduler = LRScheduler(partial(lr_scheduler.ReduceLROnPlateau, patience=1), monitor='score')
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        train([-1.0] * 6, scheduler)
+    return sum("threshold_mode='abs'" in str(w.message) for w in found), 1
 
 
 def trainer_state(values: list[float]) -> Any:
