@@ -137,9 +137,8 @@ class MetricColumns:
         if isinstance(value, Mapping):
             found = flatten_mapping(value)
         else:
-            found = dict.fromkeys(
-                columns, value
-            )  # None, or NaN for a metric that cannot be computed
+            # without batches None, and NaN if the metric cannot be computed
+            found = dict.fromkeys(columns, value)
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 

@@ -93,9 +93,8 @@ class MixedPrecision(Callback):
         self._scaler_options = scaler
         self.scaler = torch.amp.GradScaler('cpu', enabled=self.scales, **scaler)
         self.n_skipped = 0  # number of skipped steps, over all fits of the model
-        self._model: nn.Module | None = (
-            None  # model that the scale belongs to; None: of the next fit
-        )
+        # model that the scale belongs to; None: the model of the next fit
+        self._model: nn.Module | None = None
         self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
     @property

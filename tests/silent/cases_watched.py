@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -49,7 +50,7 @@ def train(values: list[float], *cbs: Any, every: str = '1ep', **options: Any) ->
     options = {'n_train': 2, 'n_valid': 1, 'metrics': score, 'eval_every': every, **options}
     at['learn'] = learn = synth_learner(cbs=[*cbs], **options)
     learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
-    learn.logger = lambda row: None
+    learn.logger = noop
     learn.fit(len(values))
     return learn
 
@@ -226,7 +227,7 @@ def fit_model(cb: Any, seed: int) -> Learner:
     dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=4, shuffle=False)
     learn = Learner(dls, make_model(seed), F.mse_loss, opt_func=torch.optim.SGD, lr=0.02, cbs=[cb])
     learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
-    learn.logger = lambda row: None
+    learn.logger = noop
     learn.fit(1)
     return learn
 
