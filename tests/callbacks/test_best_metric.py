@@ -13,10 +13,11 @@ from torch import Tensor
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.best_metric import BestMetric
 from learnkit.core.errors import MetricError, OptionError
+from learnkit.data.evaluator import Evaluator
 from learnkit.engine.run import preserved_state
 from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties
-from learnkit.testing import synth_learner
+from learnkit.testing import synth_dls, synth_learner
 
 NAN = math.nan
 
@@ -152,3 +153,15 @@ def test_nan_and_absent_values_are_never_the_best() -> None:
     assert best.at_best['score'] == 3.0 and best.at_best['number'] == 1.0
     assert 'best/score' not in learn.history[1] or learn.history[1]['best/score'] is None
     assert [learn.history[i]['best/score'] for i in (3, 5, 7, 9)] == [5.0, 5.0, 3.0, 3.0]
+
+
+def test_an_evaluation_of_another_loader_is_not_the_best() -> None:
+    seen: list[bool] = []
+    parts = synth_dls(n_train=1)
+    dls = DataLoaders(parts.train, {'valid': parts.valid, 'night': Evaluator(parts.valid, '1ep')})
+    best = BestMetric('valid_loss')
+    look = Callback(after_epoch=lambda cb: seen.append(best.new_best), order=70)
+    learn = synth_learner(dls=dls, cbs=[best, look], eval_every='2ep', lr=0.01)
+    learn.logger = noop
+    learn.fit(4)
+    assert seen == [False, True, False, True]

@@ -256,8 +256,13 @@ def test_a_loaded_scale_is_of_the_model_of_its_learner() -> None:
     learn.fit(0)
     assert second.state_dict() == first.state_dict()
     second.load_state_dict(first.state_dict())
-    learner(second).fit(0)
+    other = learner(second)
+    other.fit(0)
     assert second.scaler.get_scale() == SCALER['init_scale']
+    another = learner(second)
+    second.load_state_dict(first.state_dict())
+    another.fit(0)
+    assert second.state_dict() == first.state_dict()
 
 
 def test_a_loss_that_stays_infinite_is_reported() -> None:

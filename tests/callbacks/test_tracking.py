@@ -268,19 +268,19 @@ def test_a_value_that_always_improves_stops_nothing(every: str, patience: Any) -
 @pytest.mark.parametrize(
     ('every', 'patience', 'epochs'),
     [
-        # the first evaluation is the best; a number counts evaluations
-        ('2ep', 1, 4),
-        ('2ep', 3, 8),
-        ('3ep', 2, 9),
-        # a time is exceeded at an evaluation
-        ('2ep', '1ep', 4),
+        # the first evaluation is the best; a time is exceeded at an evaluation
         ('2ep', '2ep', 6),
+        ('2ep', '1ep', 4),
         ('3ep', '4ep', 9),
         ('3ep', '5ba', 6),
         ('3ep', '6ba', 9),
         ('3ep', '6st', 9),
         ('2ep', '127sp', 6),
         ('2ep', '129sp', 8),
+        # a number counts evaluations
+        ('2ep', 1, 4),
+        ('2ep', 3, 8),
+        ('3ep', 2, 9),
     ],
 )
 def test_patience_between_evaluations(every: str, patience: Any, epochs: int) -> None:
