@@ -23,6 +23,7 @@ from learnkit.core.validation import warn_user
 from learnkit.core.watched import as_number, is_better
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.run import is_open
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
 if TYPE_CHECKING:
@@ -299,7 +300,8 @@ class SaveModelCallback(TrackerCallback):
     """Save the weights whenever the monitored value improves, and load the best at the end of the fit.
 
     The best weights are the evaluated ones: the average if `EMA` is used, whose average restarts
-    when they are loaded. They are loaded however the fit ends: by its last epoch, a stop, an
+    when they are loaded. A column that is evaluated within an epoch is also compared there, before
+    the weights change. They are loaded however the fit ends: by its last epoch, a stop, an
     exception, Ctrl-C. Only a file written by this callback is loaded: if no epoch improved the
     value (all were NaN), the weights stay as they are, with a warning. `every_epoch` writes a file
     for each epoch (or each n-th), `fname_0`, `fname_1`, ..., and nothing is compared or loaded.
@@ -341,6 +343,7 @@ class SaveModelCallback(TrackerCallback):
         self._has_best = False  # whether the file has the best weights, written by this callback
         self._is_in_fit = False  # whether the best or the last weights are still to be kept
         self._has_compared = False  # whether the fit has had a value to compare
+        self._is_row_compared = False  # whether the value of the row was compared within the epoch
 
     @override
     def before_fit(self) -> None:
@@ -353,6 +356,7 @@ class SaveModelCallback(TrackerCallback):
             self._has_best = False
         self._is_in_fit = True
         self._has_compared = False
+        self._is_row_compared = False
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another callback writes the same file."
@@ -363,9 +367,24 @@ class SaveModelCallback(TrackerCallback):
             if (cb.fname, bool(cb.every_epoch)) == own:
                 raise OptionError(f'{self} and {cb} write the same file: give one another `fname`.')
 
+    def after_eval(self) -> None:
+        "Compare a value that is evaluated within an epoch, whose other batches change the weights."
+        if self.every_epoch or callable(self.monitor):
+            return
+        value = self._as_number(records(self).measured.get(self.monitor))
+        if value is None:
+            return
+        self._is_row_compared = is_open(self.learn, 'train')
+        if self._is_row_compared:
+            self._compare(value)
+            self.after_comparison()
+
     @override
     def after_epoch(self) -> None:
         "Save this epoch's weights if they are due or the best."
+        if not self.every_epoch and self._is_row_compared:
+            self._is_row_compared = False  # the weights are not the evaluated ones
+            return None
         if not self.every_epoch:
             return super().after_epoch()
         if epoch_row(self) is not None and self.learn.epoch % self.every_epoch == 0:
@@ -421,7 +440,12 @@ class SaveModelCallback(TrackerCallback):
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and whether the file has the best weights."
         sd = super().state_dict()
-        return {**sd, 'has_best': self._has_best, 'compared': self._has_compared}
+        return {
+            **sd,
+            'has_best': self._has_best,
+            'compared': self._has_compared,
+            'row_compared': self._is_row_compared,
+        }
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -429,3 +453,5 @@ class SaveModelCallback(TrackerCallback):
         super().load_state_dict(sd)
         self._has_best = sd['has_best']
         self._has_compared = sd['compared']
+        # checkpoints of older versions compare rows alone
+        self._is_row_compared = sd.get('row_compared', False)

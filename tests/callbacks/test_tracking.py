@@ -347,6 +347,21 @@ def test_only_an_evaluated_epoch_is_saved(tmp_path: Path) -> None:
     assert weight(learn) == 5.0 and saver.best == 2.0
 
 
+@pytest.mark.parametrize('every', ['7ba', '5ba', '3ba'])
+def test_weights_evaluated_within_an_epoch_are_saved_there(every: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    seen: list[float] = []
+
+    def note(cb: Any) -> None:
+        seen.append(cb.recorder.measured['valid_loss'])
+
+    learn = synth_learner(lr=0.01, path=tmp_path, cbs=SaveModelCallback(), eval_every=every)
+    learn.logger = noop
+    learn.fit(3, cbs=Callback(after_eval=note))
+    assert learn.save_model.best == min(seen) == learn.validate()[0]
+    assert seen.index(min(seen)) + 1 < len(seen)
+
+
 def test_a_fit_without_any_evaluation_has_nothing_to_load(tmp_path: Path) -> None:
     stop = Callback(after_epoch=fail(CancelFitException()))
     evaluated([1.0] * 8, '5ep', SaveModelCallback('score', 'less'), stop, path=tmp_path)

@@ -20,6 +20,7 @@ from learnkit import (
     EarlyStoppingCallback,
     Learner,
     ReduceLROnPlateau,
+    SaveModelCallback,
 )
 from learnkit.callbacks import EMA, MixedPrecision
 from learnkit.callbacks.best_metric import BestMetric
@@ -82,6 +83,23 @@ def _plateau() -> tuple[Any, Any]:
 def _nan_is_an_evaluation() -> tuple[Any, Any]:
     stopper = EarlyStoppingCallback('score', 'less', patience=2)
     return len(train([NAN] * 12, stopper, every='3ep').history), 6
+
+
+@watched(
+    "SaveModelCallback, eval_every='7ba' of 10: valid_loss of the loaded weights", old='0.476008'
+)
+def _best_weights_within_an_epoch() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    losses = []
+    note = Callback(after_eval=lambda cb: losses.append(cb.recorder.measured['valid_loss']))
+    with TemporaryDirectory() as folder:
+        cbs = [SaveModelCallback(), note]
+        learn = synth_learner(lr=0.01, path=folder, cbs=cbs, eval_every='7ba')
+        learn.logger = noop
+        with learn.no_bar():
+            learn.fit(3)
+            found = float(learn.validate()[0])
+    return found, min(losses[:-1])
 
 
 @watched('`new_best` of BestMetric after NaN', old='True')
