@@ -22,9 +22,9 @@ class BestMetric(TrackerCallback):
 
     After each evaluation that measured `source`, the columns `best/<source>` and `best/<target>`
     hold the values of the evaluation with the best `source` so far, in the history and in the
-    loggers. `at_best` holds these values as a dict, and `best_at` the time (`learn.time`) of that
-    evaluation; the end of the fit prints them. A target that the evaluation did not measure is
-    None.
+    loggers; NaN is never the best. `at_best` holds these values as a dict, and `best_at` the time
+    (`learn.time`) of that evaluation; the end of the fit prints them. A target that the evaluation
+    did not measure is None.
 
     `MetricProperties` gives the direction of `source`. Raises `OptionError` for a metric
     without a known direction, and `MetricError` before training for an unknown column.
@@ -94,11 +94,11 @@ class BestMetric(TrackerCallback):
         "Compare the value, and record the metrics at the best value."
         measured = records(self).measured
         value = self._as_number(measured.get(self.monitor))
+        self.new_best = False
         if value is None:
             return
-        self.new_best = self._is_better(value)
+        self._compare(value)
         if self.new_best:
-            self.best = value
             self.best_at = self.learn.time.replace(dur=None)
             columns = self._match_columns()  # a metric that returns a dict may have added some
             self.at_best = {name: self._as_number(measured.get(name)) for name in columns}

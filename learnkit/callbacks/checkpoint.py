@@ -16,7 +16,7 @@ from fastcore.basics import noop
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import as_number, epoch_row, find_column, recorder_of
+from learnkit.callbacks.recorder import epoch_row, find_column, recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
 from learnkit.checkpoint.dcp import Writers, find_parts_folder, take_parts
 from learnkit.checkpoint.file import write_state
@@ -40,6 +40,7 @@ from learnkit.core.model import model_device
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
+from learnkit.core.watched import as_number, can_be_best
 from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback, declared
@@ -439,7 +440,8 @@ class Checkpoint(Callback):
         if name is None or row is None or row.get(name) is None:
             return
         if self._is_outer_fit():
-            self._value = as_number(self, name, row[name])
+            value = as_number(self, name, row[name])
+            self._value = value if can_be_best(value) else None
             self._measured_at = self.learn.parts.counters.batches
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:

@@ -46,8 +46,9 @@ class EMA(Callback):
     `export` write these. `learn.ema.copy_to()` copies the average into the model permanently,
     `with learn.ema.applied(): learn.export()` temporarily. `SaveModelCallback` saves the evaluated
     weights, which are the average. The next fit continues the average; `restart()` discards it. The
-    average of new weights (another model, a replaced layer) starts at their present values. Loading
-    weights restarts the whole average.
+    average of new weights in a model, such as a replaced layer, starts at their present values. For
+    another model, and when weights are loaded, the average and its numbers of steps and updates
+    restart.
 
     Checkpointed: the averages by name, and the numbers of steps and updates.
 
@@ -130,8 +131,16 @@ class EMA(Callback):
         self._raw = self._use_depth = None
         self.restart()
 
+    def _is_of_other_model(self) -> bool:
+        "Return True if the average has no tensor of the current model; a loaded one has no owners yet."
+        modules = dict(self.learn.model.named_modules())
+        owners = [(name.rpartition('.')[0], owner) for name, owner in self._owners.items()]
+        return bool(owners) and not any(modules.get(path) is owner for path, owner in owners)
+
     def before_train(self) -> None:
         self._restore_weights()
+        if self._is_of_other_model():
+            self.restart()
         if self._averages:
             self._link()
         elif self.learn.time >= self.start and not has_lazy_tensors(self.learn.model):
@@ -167,6 +176,8 @@ class EMA(Callback):
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
         model = self.learn.model
+        if self._is_of_other_model():
+            self._n_steps = self._n_updates = 0
         if not self._owners:
             check_averages(self._averages, model)
         known = self._owners or dict.fromkeys(self._averages)
@@ -188,7 +199,11 @@ class EMA(Callback):
     # -- using the average -------------------------------------------------------------------------
 
     def before_validate(self) -> None:
-        if self._raw is None and self.has_begun:
+        if self._raw is not None:
+            return
+        if self._is_of_other_model():
+            self.restart()
+        if self.has_begun:
             self._use(self.learn.run.depth)
 
     def after_validate(self) -> None:

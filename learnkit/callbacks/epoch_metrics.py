@@ -134,7 +134,11 @@ class MetricColumns:
         columns = self.known.get(prefix + name)
         if columns is None:
             return {name: value}
-        found = flatten_mapping(value) if isinstance(value, Mapping) else {}
+        if isinstance(value, Mapping):
+            found = flatten_mapping(value)
+        else:
+            # without batches None, and NaN if the metric cannot be computed
+            found = dict.fromkeys(columns, value)
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 

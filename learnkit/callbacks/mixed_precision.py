@@ -21,7 +21,7 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
-from learnkit.core.model import model_device, unwrap_partial
+from learnkit.core.model import bare_model, model_device, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.engine.callback import Callback
@@ -67,9 +67,9 @@ class MixedPrecision(Callback):
     optimizer are divided by the scale before its step, and a skip concerns its step only. The scale
     is updated after each step, and pending gradients of the other optimizers are rescaled.
 
-    Both modes also run on a CPU: bf16 often faster than float32, fp16 many times slower. Several
-    fits share one scale. Checkpointed, with fp16: the scaler's state, `n_skipped`, and the
-    optimizers whose pending gradients are scaled.
+    Both modes also run on a CPU: bf16 often faster than float32, fp16 many times slower. The fits of
+    a model share one scale; with another model, the scale and `n_skipped` restart. Checkpointed, with
+    fp16: the scaler's state, `n_skipped`, and the optimizers whose pending gradients are scaled.
 
     Raises `OptionError` for an unknown mode and, when a fit begins, for two callbacks of different
     modes. With fp16 a fit also raises `ModelError` for weights in fp16, and `OptimizerError` for an
@@ -94,8 +94,11 @@ class MixedPrecision(Callback):
         super().__init__()
         on_gpu = find_accelerator() is not None
         self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
+        self._scaler_options = scaler
         self.scaler = torch.amp.GradScaler('cpu', enabled=self.scales, **scaler)
-        self.n_skipped = 0  # number of skipped steps, over all fits
+        self.n_skipped = 0  # number of skipped steps, over all fits of the model
+        # model that the scale belongs to; None: the model of the next fit
+        self._model: nn.Module | None = None
         self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
     @property
@@ -128,10 +131,19 @@ class MixedPrecision(Callback):
                 "these cannot be scaled. Use MixedPrecision('bf16')."
             )
         self._scaled = set()  # the fit has cleared the gradients
+        self._begin_scaler()
+
+    def _begin_scaler(self) -> None:
+        "Make a scaler with its tensors on the model's device, with the scale of the model's earlier fits."
+        model = bare_model(self.learn.model)
+        is_other = self._model is not None and self._model is not model
+        self._model = model
         state = self.scaler.state_dict()
-        # a new scaler has its tensors on the current device of the model
-        self.scaler = torch.amp.GradScaler(self._get_device().type)
-        self.scaler.load_state_dict(state)
+        self.scaler = torch.amp.GradScaler(self._get_device().type, **self._scaler_options)
+        if is_other:
+            self.n_skipped = 0
+        else:
+            self.scaler.load_state_dict(state)
 
     def forward_context(self) -> torch.autocast:
         "Return a new autocast context; one that is entered twice would not be left."
@@ -248,6 +260,7 @@ class MixedPrecision(Callback):
         if not self.scales:
             return
         self.scaler.load_state_dict(sd['scaler'])
+        self._model = None if self.learn is None else bare_model(self.learn.model)
         self.n_skipped = sd['n_skipped']
         self._scaled = set(sd['is_scaled'])
         # a step may come before the first scaled loss, which is when a scaler makes its tensors

@@ -9,6 +9,7 @@ from learnkit.callbacks.recorder import epoch_row, find_column, records
 from learnkit.callbacks.tracking import TrackerCallback
 from learnkit.core.errors import OptionError
 from learnkit.core.optional import check_libraries, import_library
+from learnkit.core.watched import as_number
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import MetricProperties
 
@@ -19,7 +20,8 @@ class OptunaPruning(Callback):
     With `at='epoch'` the step of a report is the number of the epoch, over all fits of the Learner and from 0, and
     with `at='evaluation'` the number of batches. A pruned fit ends after its epoch, or after its batch and the epoch's
     evaluation, with all events. Once every callback has cleaned up, `fit` raises `optuna.TrialPruned`, which is not
-    recorded as a failure of the run. Optuna counts a value that is NaN as worse than all others.
+    recorded as a failure of the run. Optuna counts a value that is NaN as worse than all others; an epoch that has not
+    evaluated the column is not reported.
 
     In several processes the first one has the trial and the others get None. All of them raise `TrialPruned`.
 
@@ -91,16 +93,17 @@ class OptunaPruning(Callback):
             self._report((epoch_row(self) or {}).get(self.monitor), self.learn.time.ep - 1)
 
     def _report(self, value: Any, step: int) -> None:
-        "Report a value unless it is None, and end the fit on all ranks if the trial is pruned."
+        "Report a value unless it is absent, and end the fit on all ranks if the trial is pruned."
         learn = self.learn
-        if value is None or self._reason:
+        number = as_number(self, self.monitor, value)
+        if number is None or self._reason:
             return
         pruned = False
         if learn.world.is_first:
-            self.trial.report(float(value), step)
+            self.trial.report(number, step)
             pruned = self.trial.should_prune()
         if learn.world.broadcast(pruned):
-            self._reason = f'{self.monitor} is {float(value):.6g} at step {step}.'
+            self._reason = f'{self.monitor} is {number:.6g} at step {step}.'
             learn.run.stopping = True
 
     def cleanup(self) -> None:

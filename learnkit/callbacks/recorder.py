@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from math import isnan, prod
-from numbers import Real
+from math import isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from fastcore.foundation import L
-from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.epoch_metrics import (
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = [
     'Recorder',
     'History',
-    'as_number',
     'epoch_row',
     'find_column',
     'recorder_of',
@@ -633,7 +629,7 @@ def find_column(cb: Any, monitor: str) -> int:
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)
-    hint = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
+    hint = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1].get('...')`."
     if evaluation_loaders(cb.learn.dls):
         hint = did_you_mean(monitor, names) or hint
     else:
@@ -650,14 +646,3 @@ def epoch_row(cb: Any) -> dict[str, Any] | None:
     row = recorder.history[-1] if recorder.history else {}
     current = recorder.n_fits - 1, cb.learn.epoch
     return row if (row.get('fit'), row.get('epoch')) == current else None
-
-
-def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
-    "Return a value as a float, or None for None and NaN; raise `MetricError` for other types."
-    if value is None:
-        return None
-    if isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) == 1:
-        value = value.item()
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise MetricError(f'{type(cb).__name__}: {monitor!r}: it is {value!r}, no number.')
-    return None if isnan(value) else float(value)

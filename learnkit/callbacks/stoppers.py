@@ -17,6 +17,7 @@ from learnkit.callbacks.tracking import (
 )
 from learnkit.core.errors import CancelFitException
 from learnkit.core.time import Time, as_time
+from learnkit.core.watched import is_better
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
 from learnkit.metrics.direction import as_comparison
@@ -125,10 +126,8 @@ class ThresholdStopper(TrackerCallback):
         if value is None:
             return
         self.value = value
-        self.new_best = self._is_better(value)
-        if self.new_best:
-            self.best = value
-        if not self.comp(value, self.threshold):
+        self._compare(value)
+        if not is_better(value, self.threshold, self.comp):
             return
         name = self.monitor if isinstance(self.monitor, str) else 'The monitored value'
         print_line(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import inspect
 from copy import deepcopy
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import as_number, epoch_row, find_column
+from learnkit.callbacks.recorder import epoch_row, find_column
 from learnkit.core.errors import OptimizerError, OptionError
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
+from learnkit.core.watched import as_number
 from learnkit.engine.callback import Callback
 from learnkit.optim.hyperparams import OPTIONS, list_values
 
@@ -27,7 +29,9 @@ class LRScheduler(Callback):
     A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which
     starts from the rates of that fit and has one param group per group of the learner's splitter. A
     scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the epoch's
-    row of the history; an epoch without a value does not advance it.
+    row of the history, also NaN; an epoch without a value does not advance it. By default torch
+    compares relative to the best value, which is wrong for negative values: a warning names
+    `threshold_mode='abs'`.
 
     The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
     the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded,
@@ -73,6 +77,7 @@ class LRScheduler(Callback):
         self._n_steps: int | None = 0
         self._wants_value = False
         self._has_begun = False  # whether the running fit has a scheduler
+        self._has_warned = False  # whether this fit has warned of a negative value
 
     def before_fit(self) -> None:
         "Make the scheduler; restore a loaded state."
@@ -82,6 +87,7 @@ class LRScheduler(Callback):
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
         self._n_steps = self.learn.opt.n_steps
         self._has_begun = True
+        self._has_warned = False
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value:
             find_column(self, self.monitor or 'valid_loss')
@@ -130,6 +136,24 @@ class LRScheduler(Callback):
         value = None if row is None else as_number(self, column, row.get(column))
         if value is not None:
             self._advance(value)
+            self._warn_of_negative_best()
+
+    def _warn_of_negative_best(self) -> None:
+        "Warn once a fit of a relative threshold for a best value below 0, which an equal value improves."
+        scheduler = self.scheduler
+        is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if self._has_warned or not is_plateau or not -inf < scheduler.best < 0:
+            return
+        if scheduler.threshold_mode != 'rel' or not scheduler.threshold:
+            return
+        self._has_warned = True
+        margin = scheduler.threshold if scheduler.mode == 'max' else -scheduler.threshold
+        limit, sign = scheduler.best * (1 + margin), '>' if scheduler.mode == 'max' else '<'
+        warn_user(
+            f"ReduceLROnPlateau(threshold_mode='rel'): after the best value {scheduler.best:.6g}, every value "
+            f'{sign} {limit:.6g} counts as better, also an equal one, and the rate may never be lowered. For values '
+            "below 0, pass `threshold_mode='abs'`."
+        )
 
     def _advance(self, *value: float) -> None:
         self._view.read()

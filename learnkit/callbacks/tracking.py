@@ -15,13 +15,15 @@ from typing_extensions import override
 
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
-from learnkit.callbacks.recorder import as_number, epoch_row, find_column, records
+from learnkit.callbacks.recorder import epoch_row, find_column, records
 from learnkit.checkpoint.saving import check_weights_path
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
+from learnkit.core.watched import as_number, is_better
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.run import is_open
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
 if TYPE_CHECKING:
@@ -46,9 +48,10 @@ class TrackerCallback(Callback):
     `best` is the best value, and `new_best` is True if this epoch improved it. A monitored value is
     a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one
     of several validation loaders. For any other value, such as an average of `learn.log`, `monitor`
-    is a function: `lambda learn: learn.history[-1]['valid_part']`. NaN and values that were not
-    measured never count as an improvement. Without `comp`, lower is better (`np.less`) for losses
-    and errors, and higher is better (`np.greater`) for any other column.
+    is a function: `lambda learn: learn.history[-1].get('valid_part')`. An epoch without a value
+    (None), such as one that `eval_every='2ep'` does not evaluate, is not compared. NaN is compared,
+    and is never an improvement. Without `comp`, lower is better (`np.less`) for losses and errors,
+    and higher is better (`np.greater`) for any other column.
 
     Raises `MetricError` before training for an unknown column, and for a value that is not a
     number. Checkpointed: `best` and `new_best`.
@@ -114,19 +117,21 @@ class TrackerCallback(Callback):
         if row is None:
             return
         value = self._as_number(self._get_value(row))
-        if value is not None and self._is_better(value):
-            self.new_best = True
-            self.best = value
+        if value is None:
+            return  # this epoch has not evaluated the value
+        self._compare(value)
         self.after_comparison()
 
-    def _is_better(self, value: float) -> bool:
-        "Compare with the best value; ignore differences below single precision."
-        if math.isclose(value, self.best, rel_tol=1e-7):
-            value = self.best
-        return bool(self.comp(value - self._margin, self.best))
+    def _compare(self, value: float) -> None:
+        "Compare with the best value, and keep the better one; ignore differences below single precision."
+        is_equal = math.isclose(value, self.best, rel_tol=1e-7)
+        compared = self.best if is_equal else value
+        self.new_best = is_better(compared - self._margin, self.best, self.comp)
+        if self.new_best:
+            self.best = value
 
     def after_comparison(self) -> None:
-        "Act on `new_best`; subclasses override this method."
+        "Act on `new_best` after a value was compared; subclasses override this method."
 
     def _as_number(self, value: Any) -> float | None:
         "Return a value as a number; the value of a function is the first rank's."
@@ -159,8 +164,9 @@ class TrackerCallback(Callback):
 class _Patient(TrackerCallback):
     """Wait for an improvement, then lose patience. Checkpointed: also the time waited.
 
-    A number of epochs is the longest wait, as in fastai: patience is lost when it is reached. A time
-    is a wait that is still accepted, as in Composer: patience is lost when more has passed.
+    A number of epochs with a value is the longest wait, as in fastai, which evaluates every epoch:
+    patience is lost when it is reached. A time since the last improvement is a wait that is still
+    accepted, as in Composer: patience is lost in an epoch with a value when more has passed.
     """
 
     def __init__(
@@ -174,7 +180,7 @@ class _Patient(TrackerCallback):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         as_time(patience, 'ep')  # raises for what is no time
         self.patience = patience
-        self.wait = 0  # number of epochs waited
+        self.wait = 0  # number of evaluated epochs without improvement
         self._since = Timestamp()  # time of the last improvement
 
     @override
@@ -197,12 +203,10 @@ class _Patient(TrackerCallback):
         if not isinstance(self.patience, (str, Time)):
             return self.wait >= self.patience
         limit = as_time(self.patience)
-        if limit.unit == 'ep':
-            return self.wait > limit.value
-        return self.learn.time - self._since > limit
+        return self.learn.time[limit.unit] - self._since[limit.unit] > limit
 
     def lose_patience(self) -> None:
-        "Act after the last epoch of patience; subclasses override this method."
+        "Act when patience is lost; subclasses override this method."
 
     def _restart_wait(self) -> None:
         self.wait = 0
@@ -224,8 +228,9 @@ class EarlyStoppingCallback(_Patient):
 
     The other arguments are as in `TrackerCallback`. The epoch ends as usual, with its checkpoints.
 
-    `patience` as a number is fastai's: 2 stops at the second epoch without improvement. As a string
-    or `Time` it is Composer's: '2ep' stops when more than 2 epochs have passed, at the third.
+    `patience` as a number is fastai's: 2 stops at the second epoch in a row without improvement;
+    epochs without a value do not count. As a string or `Time` it is Composer's: '2ep' stops when more
+    than 2 epochs have passed, at the third, or at the next epoch with a value.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=EarlyStoppingCallback(patience=2))
@@ -239,8 +244,9 @@ class EarlyStoppingCallback(_Patient):
     @override
     def lose_patience(self) -> None:
         "Stop the fit."
-        epoch = self.learn.epoch - self.wait
-        print_line(self, f'No improvement since epoch {epoch}: early stopping')
+        epoch = self.learn.epoch - (self.learn.time.ep - self._since.ep)
+        since = f'since epoch {epoch}' if epoch >= 0 else 'in any epoch'
+        print_line(self, f'No improvement {since}: early stopping')
         self.learn.stop()
 
 
@@ -294,7 +300,8 @@ class SaveModelCallback(TrackerCallback):
     """Save the weights whenever the monitored value improves, and load the best at the end of the fit.
 
     The best weights are the evaluated ones: the average if `EMA` is used, whose average restarts
-    when they are loaded. They are loaded however the fit ends: by its last epoch, a stop, an
+    when they are loaded. A column that is evaluated within an epoch is also compared there, before
+    the weights change. They are loaded however the fit ends: by its last epoch, a stop, an
     exception, Ctrl-C. Only a file written by this callback is loaded: if no epoch improved the
     value (all were NaN), the weights stay as they are, with a warning. `every_epoch` writes a file
     for each epoch (or each n-th), `fname_0`, `fname_1`, ..., and nothing is compared or loaded.
@@ -336,6 +343,7 @@ class SaveModelCallback(TrackerCallback):
         self._has_best = False  # whether the file has the best weights, written by this callback
         self._is_in_fit = False  # whether the best or the last weights are still to be kept
         self._has_compared = False  # whether the fit has had a value to compare
+        self._is_row_compared = False  # whether the value of the row was compared within the epoch
 
     @override
     def before_fit(self) -> None:
@@ -348,6 +356,7 @@ class SaveModelCallback(TrackerCallback):
             self._has_best = False
         self._is_in_fit = True
         self._has_compared = False
+        self._is_row_compared = False
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another callback writes the same file."
@@ -358,9 +367,24 @@ class SaveModelCallback(TrackerCallback):
             if (cb.fname, bool(cb.every_epoch)) == own:
                 raise OptionError(f'{self} and {cb} write the same file: give one another `fname`.')
 
+    def after_eval(self) -> None:
+        "Compare a value that is evaluated within an epoch, whose other batches change the weights."
+        if self.every_epoch or callable(self.monitor):
+            return
+        value = self._as_number(records(self).measured.get(self.monitor))
+        if value is None:
+            return
+        self._is_row_compared = is_open(self.learn, 'train')
+        if self._is_row_compared:
+            self._compare(value)
+            self.after_comparison()
+
     @override
     def after_epoch(self) -> None:
         "Save this epoch's weights if they are due or the best."
+        if not self.every_epoch and self._is_row_compared:
+            self._is_row_compared = False  # the weights are not the evaluated ones
+            return None
         if not self.every_epoch:
             return super().after_epoch()
         if epoch_row(self) is not None and self.learn.epoch % self.every_epoch == 0:
@@ -416,7 +440,12 @@ class SaveModelCallback(TrackerCallback):
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and whether the file has the best weights."
         sd = super().state_dict()
-        return {**sd, 'has_best': self._has_best, 'compared': self._has_compared}
+        return {
+            **sd,
+            'has_best': self._has_best,
+            'compared': self._has_compared,
+            'row_compared': self._is_row_compared,
+        }
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -424,3 +453,5 @@ class SaveModelCallback(TrackerCallback):
         super().load_state_dict(sd)
         self._has_best = sd['has_best']
         self._has_compared = sd['compared']
+        # checkpoints of older versions compare rows alone
+        self._is_row_compared = sd.get('row_compared', False)

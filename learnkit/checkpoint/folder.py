@@ -22,6 +22,7 @@ from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.files import as_local_path, flush_file, flush_folder
 from learnkit.core.validation import warn_user
+from learnkit.core.watched import can_be_best
 from learnkit.engine.callback import Callback
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Entry:
     def score(self) -> float | None:
         "The monitored value with its sign such that lower is better, or None."
         value = self.info.get('value')
-        if not isinstance(value, (int, float)) or value != value:
+        if not isinstance(value, (int, float)) or not can_be_best(value):
             return None
         return -value if self.info.get('mode') == 'max' else value
 

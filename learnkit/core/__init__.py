@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that all other packages use: errors, time, batches, random state, files, HTML."""
+"""Modules that all other packages use: errors, time, batches, watched values, random state, files, HTML."""

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from fastcore.basics import camel2snake
 from typing_extensions import override
 
 from learnkit.callbacks.checkpoint import Checkpoint
-from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.recorder import recorder_of, records
 from learnkit.callbacks.training import GradientClip
 from learnkit.core.errors import CallbackError, CancelTrainException, add_place
 from learnkit.core.model import bare_model
+from learnkit.core.watched import as_number, is_better
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.distributed.dtensor import total_norm
 from learnkit.engine.callback import Callback
@@ -202,7 +205,7 @@ class TrainerRun(Callback):
         if not self.control.should_log or not n:
             return
         total = float(now.loss)
-        now.loss = 0.0
+        now.loss = now.loss - now.loss  # a NaN that is not filtered stays, as in the Trainer
         now.total_loss += total
         now.logged_step = self.state.global_step
         norm = float(now.grad_norm)
@@ -278,10 +281,16 @@ class TrainerRun(Callback):
         return None
 
     def _add_loss(self, loss: Any) -> None:
-        "Add a batch's loss; NaN and infinity count as the mean since the last log, as in the Trainer."
+        """Add a batch's loss.
+
+        NaN and infinity count as the mean since the last log, as in the Trainer, unless
+        `args.logging_nan_inf_filter` is False.
+        """
         now = self.progress
-        n = 1 + self.state.global_step - now.logged_step
-        now.loss = now.loss + torch.where(loss.isfinite(), loss, now.loss / n)
+        if getattr(self.args, 'logging_nan_inf_filter', True):
+            n = 1 + self.state.global_step - now.logged_step
+            loss = torch.where(loss.isfinite(), loss, now.loss / n)
+        now.loss = now.loss + loss
 
     def _end_step(self, share: float) -> None:
         self.progress.is_in_step = False
@@ -315,20 +324,27 @@ class TrainerRun(Callback):
         "Log the metrics of an evaluation, and note the best one."
         recorder = recorder_of(self.learn)
         measured = {} if recorder is None else recorder.measured
-        metrics = {f'eval_{name.removeprefix("valid_")}': v for name, v in measured.items()}
+        metrics = {_rename_column(name): v for name, v in measured.items() if v is not None}
         self._log(metrics)
         self._call('on_evaluate', metrics=metrics)
         if self.learn.fitting and self.args.metric_for_best_model is not None:
             self._note_best(metrics)
 
     def _note_best(self, metrics: Mapping[str, Any]) -> None:
+        "Compare the monitored metric with the best one, as the Trainer, whose first best value is infinite."
         name = f'eval_{self.args.metric_for_best_model.removeprefix("eval_")}'
-        if name not in metrics:
+        columns = records(self).evaluated_columns()
+        if name not in metrics and name not in map(_rename_column, columns):
             raise CallbackError(
                 f'metric_for_best_model={name!r}: the evaluation measured {", ".join(metrics)}.'
             )
-        value, best = metrics[name], self.state.best_metric
-        if best is None or (value > best if self.args.greater_is_better else value < best):
+        value = as_number(self, name, metrics.get(name))
+        if value is None:
+            return  # this evaluation was of another loader
+        is_greater = self.args.greater_is_better
+        if self.state.best_metric is None:
+            self.state.best_metric = -math.inf if is_greater else math.inf
+        if is_better(value, self.state.best_metric, np.greater if is_greater else np.less):
             self.state.best_metric = value
             if self.args.save_strategy != 'no':
                 self.state.best_global_step = self.state.global_step
@@ -370,6 +386,11 @@ class TrainerRun(Callback):
         for name, fields in sd.items():
             vars(getattr(self, name)).update(fields)
         self.state.log_history = list(self.state.log_history)
+
+
+def _rename_column(name: str) -> str:
+    "Return the Trainer's name of a column of an evaluation."
+    return f'eval_{name.removeprefix("valid_")}'
 
 
 def _is_of_base(hook: Any) -> bool:

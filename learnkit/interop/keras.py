@@ -151,7 +151,8 @@ class _FromKeras(Callback):
         if self.learn.phase != 'predict':
             recorder = recorder_of(self.learn)
             measured = {} if recorder is None else recorder.measured
-            logs = {name.removeprefix('valid_'): value for name, value in measured.items()}
+            present = {name: value for name, value in measured.items() if value is not None}
+            logs = {name.removeprefix('valid_'): value for name, value in present.items()}
             self._call('on_test_end', logs=logs)
 
     def before_predict(self) -> None:
@@ -165,13 +166,15 @@ class _FromKeras(Callback):
             self._call('on_epoch_end', self.epoch, logs=self._collect_logs())
 
     def _collect_logs(self) -> dict[str, float]:
-        "Return the values of the epoch under Keras's names."
+        "Return the values of the epoch under Keras's names; a value that was not evaluated is absent."
         recorder = recorder_of(self.learn)
         if recorder is None:
             return {}
         evaluated = set(recorder.evaluated_columns())
         logs = {}
         for name, value in (epoch_row(self) or {}).items():
+            if value is None:
+                continue
             if name in evaluated:
                 logs[f'val_{name.removeprefix("valid_")}'] = value
             elif isinstance(value, float) and name != 'time':

@@ -27,6 +27,7 @@ from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.engine.denominator import denominator_of
 from learnkit.metrics.base import Mean, Metric, is_scalar, widen
+from learnkit.metrics.undefined import compute_or_nan
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -44,6 +45,7 @@ class AvgMetric(Mean, Metric):
     is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
     `func`, a batch is weighted by its number of targets that are not ignored. The fit also compares the value of that
     batch with the mean of its halves: a warning names a score, such as F1, which is not a mean over batches.
+    A `ValueError` of `func` is NaN in the history if a value of the batch is not finite or all its targets are equal.
     Raises `MetricError` for a result that is not a number.
 
     >>> mse = torch.nn.functional.mse_loss
@@ -75,7 +77,7 @@ class AvgMetric(Mean, Metric):
         if isinstance(self.func, nn.Module):
             _move_to_device_of(pred, self.func)
         with measuring(self.name, pred, yb):
-            result = self.func(*to_detach((pred, *yb), cpu=False))
+            result = compute_or_nan(self.name, self.func, *to_detach((pred, *yb), cpu=False))
             if is_scalar(result):
                 return result
             raise MetricError(

@@ -225,8 +225,8 @@ class AvgSmoothLoss(Metric):
         counted = [(x, w) for x, w in zip(*self.since(n), strict=True) if w]
         if not counted:
             return nan
-        total = fsum(x if reduction == 'sum' else x * w for x, w in counted)
-        return total / fsum(w for _, w in counted)
+        total = add_exactly([x if reduction == 'sum' else x * w for x, w in counted])
+        return total / add_exactly([w for _, w in counted])
 
     def replace(
         self,
@@ -373,6 +373,18 @@ def merge_losses(
     else:
         merged = torch.where(total == 0, x.mean(0), torch.where(w == 0, 0, x * w).sum(0) / total)
     return merged.tolist(), total.tolist()
+
+
+def add_exactly(numbers: list[float]) -> float:
+    """Return the sum of numbers, rounded once; NaN of opposite infinities, which `fsum` refuses to add.
+
+    >>> add_exactly([0.1] * 10), add_exactly([float('inf'), float('-inf')])
+    (1.0, nan)
+    """
+    try:
+        return fsum(numbers)
+    except (ValueError, OverflowError):
+        return sum(numbers)
 
 
 def flatten_mapping(

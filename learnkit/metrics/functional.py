@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -264,7 +265,20 @@ class PearsonCorrCoef(KeptMetric):
 
     @override
     def final(self, pred: Tensor, targ: Tensor) -> Tensor:
-        return torch.corrcoef(torch.stack([pred, targ]))[0, 1]
+        return correlate(pred, targ)
+
+
+def correlate(x: Tensor, y: Tensor) -> Tensor:
+    """Return the Pearson correlation of two vectors; NaN if either is constant, exactly 1 if both are equal.
+
+    >>> correlate(torch.tensor([1., 2., 3.]), torch.tensor([1., 2., 3.]))
+    tensor(1.)
+    """
+    is_constant = (x == x[:1]).all() | (y == y[:1]).all()
+    x, y = (t - t.mean() for t in (x, y))
+    x, y = (t / t.abs().max() for t in (x, y))  # squares neither overflow nor vanish
+    ratio = (x * y).sum() / ((x * x).sum() * (y * y).sum()).sqrt()
+    return torch.where(is_constant, nan, ratio.clamp(-1, 1))
 
 
 # -- losses and probabilities ----------------------------------------------------------------------

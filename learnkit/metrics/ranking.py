@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranking scores with fastai's names, by scikit-learn, and correlation of ranks and scores of texts, by torchmetrics.
+"""Ranking scores with fastai's names, by scikit-learn, correlation of ranks, and scores of texts, by torchmetrics.
 
 Predictions and targets are kept on their device until the value is read. Probabilities are ranked in float64, in which
 few scores round to the same number. Constructors raise `MissingExtraError` without the library
@@ -7,6 +7,7 @@ few scores round to the same number. Constructors raise `MissingExtraError` with
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.metrics.base import widen
 from learnkit.metrics.classification import SklearnScore
-from learnkit.metrics.functional import PearsonCorrCoef
+from learnkit.metrics.functional import PearsonCorrCoef, correlate
 from learnkit.metrics.shapes import (
     check_two_classes,
     flatten_classes,
@@ -34,7 +35,8 @@ class _AreaScore(SklearnScore):
     """Base class of averages over columns: the area under the ROC curve, or the average precision.
 
     A column needs a positive target; for an area, a negative target too. The score is NaN for other columns, which an
-    average leaves out, and if no column is left."""
+    average leaves out, and if no column is left. A column with predictions that are not finite is NaN, and so is its
+    average."""
 
     def __init__(self, average: str | None, multi_class: str = 'ovr', **options: Any) -> None:
         if average not in ('macro', 'micro', 'weighted', None):
@@ -53,12 +55,13 @@ class _AreaScore(SklearnScore):
         counts = targ.sum(0)
         defined = (counts > 0) & ((counts < len(targ)) | (self.score != 'roc_auc_score'))
         scores = np.full(len(counts), np.nan)
-        for i in np.flatnonzero(defined):
+        # after a diverged training a column may have no ranks
+        for i in np.flatnonzero(defined & np.isfinite(pred).all(0)):
             scores[i] = self.score_func(targ[:, i], pred[:, i])
         if self.average is None:
             return scores
-        weights = {'macro': defined, 'micro': defined, 'weighted': counts}[self.average]
-        return np.nansum(scores * weights) / (weights * defined).sum()
+        weights = counts[defined] if self.average == 'weighted' else np.ones(defined.sum())
+        return (scores[defined] * weights).sum() / weights.sum()
 
 
 class RocAuc(_AreaScore):
@@ -169,22 +172,33 @@ class APScoreMulti(RocAucMulti):
 
 
 class SpearmanCorrCoef(PearsonCorrCoef):
-    """Spearman correlation, the Pearson correlation of ranks; NaN if either side is constant.
+    """Spearman correlation, the Pearson correlation of ranks; NaN if either side is constant or contains NaN.
 
-    >>> round(SpearmanCorrCoef()(torch.tensor([1., 2., 30.]), torch.tensor([1., 4., 5.])), 4)
+    Equal values share their mean rank, as in SciPy.
+
+    >>> SpearmanCorrCoef()(torch.tensor([1., 2., 30.]), torch.tensor([1., 4., 5.]))
     1.0
     """
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(on)
         self._name = 'spearmanr'
-        self._score = import_library(
-            'torchmetrics.functional', 'SpearmanCorrCoef'
-        ).spearman_corrcoef
 
     @override
-    def final(self, pred: Tensor, targ: Tensor) -> Any:
-        return self._score(pred, targ)
+    def final(self, pred: Tensor, targ: Tensor) -> Tensor:
+        is_unknown = pred.isnan().any() | targ.isnan().any()
+        return torch.where(is_unknown, nan, correlate(rank(pred), rank(targ)))
+
+
+def rank(t: Tensor) -> Tensor:
+    """Return the rank of each element, from 1; equal elements share their mean rank.
+
+    >>> rank(torch.tensor([3., 1., 3., 2.]))
+    tensor([3.5000, 1.0000, 3.5000, 2.0000])
+    """
+    _, group, counts = t.unique(return_inverse=True, return_counts=True)
+    counts = counts.to(t.dtype)
+    return (counts.cumsum(0) - (counts - 1) / 2)[group]
 
 
 class CorpusBLEUMetric(KeptMetric):

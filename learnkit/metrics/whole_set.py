@@ -18,6 +18,7 @@ from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import as_plain_value, batch_weight, check_on, measuring
 from learnkit.metrics.base import Mean, Metric, flatten_pair
 from learnkit.metrics.merge import interleave
+from learnkit.metrics.undefined import compute_or_nan
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -26,7 +27,9 @@ ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
 
 class KeptMetric(Metric):
-    "Base class of metrics computed by `final` from the predictions and targets of the data set, which are kept."
+    """Base class of metrics computed by `final` from the predictions and targets of the data set, which are kept.
+
+    The value is NaN if `final` raises `ValueError` for values without a score (`compute_or_nan`)."""
 
     def __init__(self, name: str, on: str | None = None) -> None:
         self._name = name
@@ -57,7 +60,7 @@ class KeptMetric(Metric):
         self._prepare(pred, yb)
 
     def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        return as_plain_value(self.final(*self._prepare(pred, targs)))
+        return self._finish(*self._prepare(pred, targs))
 
     @property
     @override
@@ -66,9 +69,10 @@ class KeptMetric(Metric):
             return None
         device = self.waiting[-1][0].device
         columns = zip(*self.waiting, strict=True)
-        return as_plain_value(
-            self.final(*(torch.cat([t.to(device) for t in ts]) for ts in columns))
-        )
+        return self._finish(*(torch.cat([t.to(device) for t in ts]) for ts in columns))
+
+    def _finish(self, pred: Tensor, targ: Tensor) -> Any:
+        return as_plain_value(compute_or_nan(self.name, self.final, pred, targ))
 
     @override
     def merge(self, states: list[dict[str, Any]]) -> None:
@@ -79,8 +83,9 @@ class AccumMetric(KeptMetric):
     """Compute `func(preds, targs)` once over the whole data set, for values that are not a mean over batches.
 
     Predictions and targets are kept on their device until the value is read. Argmax and `thresh` are applied to each
-    batch. A call with predictions and targets returns their value. Raises `MetricError` for an unknown activation
-    and, before training, for predictions and targets of different sizes.
+    batch. A call with predictions and targets returns their value. A `ValueError` of `func` is NaN in the history if a
+    value is not finite or all targets are equal. Raises `MetricError` for an unknown activation and, before training,
+    for predictions and targets of different sizes.
 
     >>> def median_error(preds, targs): return (preds - targs).abs().median()
     >>> AccumMetric(median_error)(torch.tensor([[1.], [2.], [5.]]), torch.tensor([1., 1., 1.]))

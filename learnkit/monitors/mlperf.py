@@ -19,6 +19,7 @@ from learnkit.core.errors import MetricError
 from learnkit.core.files import as_local_path, check_file
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count
+from learnkit.core.watched import is_better
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import as_comparison
@@ -163,7 +164,8 @@ class MLPerf(Callback):
         self._write('eval_stop', event_type=END, **self._metadata)
         if value is None or self.target is None:
             return
-        if value == self.target or as_comparison(self.comp, self._column)(value, self.target):
+        comp = as_comparison(self.comp, self._column)
+        if value == self.target or is_better(value, self.target, comp):
             self._end('success')
 
     def after_epoch(self) -> None:

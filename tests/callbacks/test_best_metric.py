@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from torch import Tensor
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.best_metric import BestMetric
 from learnkit.core.errors import MetricError, OptionError
+from learnkit.data.evaluator import Evaluator
 from learnkit.engine.run import preserved_state
+from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties
-from learnkit.testing import synth_learner
+from learnkit.testing import synth_dls, synth_learner
+
+NAN = math.nan
 
 
 def mae(pred: Tensor, targ: Tensor) -> Tensor:
@@ -126,3 +131,37 @@ def test_unknown_columns_are_refused_before_training(options: Any) -> None:
     with pytest.raises(MetricError):
         learn.fit(1)
     assert learn.time.ba == 0
+
+
+def test_nan_and_absent_values_are_never_the_best() -> None:
+    at: dict[str, Learner] = {}
+    values = [NAN, 0.0, 5.0, 0.0, NAN, 0.0, 3.0, 0.0, 4.0]
+    seen: list[Any] = []
+    score = ValueMetric(lambda: values[at['learn'].epoch], 'score')
+    number = ValueMetric(lambda: NAN if at['learn'].epoch == 6 else 1.0, 'number')
+    best = BestMetric('score', 'number', comp='less')
+    look = Callback(after_epoch=lambda cb: seen.append((best.best, best.new_best)), order=70)
+    at['learn'] = learn = synth_learner(
+        n_train=1, metrics=[score, number], cbs=[best, look], eval_every='2ep'
+    )
+    learn.logger = noop
+    values.insert(0, 9.0)  # epochs 1, 3, 5, ... are evaluated
+    learn.fit(10)
+    inf = math.inf
+    assert [b for b, _ in seen] == [inf, inf, inf, 5, 5, 5, 5, 3, 3, 3]
+    assert [new for _, new in seen][1::2] == [False, True, False, True, False]
+    assert best.at_best['score'] == 3.0 and best.at_best['number'] == 1.0
+    assert 'best/score' not in learn.history[1] or learn.history[1]['best/score'] is None
+    assert [learn.history[i]['best/score'] for i in (3, 5, 7, 9)] == [5.0, 5.0, 3.0, 3.0]
+
+
+def test_an_evaluation_of_another_loader_is_not_the_best() -> None:
+    seen: list[bool] = []
+    parts = synth_dls(n_train=1)
+    dls = DataLoaders(parts.train, {'valid': parts.valid, 'night': Evaluator(parts.valid, '1ep')})
+    best = BestMetric('valid_loss')
+    look = Callback(after_epoch=lambda cb: seen.append(best.new_best), order=70)
+    learn = synth_learner(dls=dls, cbs=[best, look], eval_every='2ep', lr=0.01)
+    learn.logger = noop
+    learn.fit(4)
+    assert seen == [False, True, False, True]

@@ -235,6 +235,25 @@ def test_a_replaced_layer_starts_over_and_the_rest_continues() -> None:
     learn.model = deepcopy(net())
     with learn.ema.applied() as m:
         assert same(state(m), state(net()))
+    assert learn.ema.state_dict()['n_updates'] == 0
+
+
+def test_for_another_model_average_and_counts_restart() -> None:
+    for start, validates in ((0, False), ('6st', False), ('6st', True)):
+        used, fresh = EMA(0.99, every=2, start=start), EMA(0.99, every=2, start=start)
+        learner(net(), used, n=5).fit(2)
+        second, alone = learner(net(), used), learner(net(), fresh)
+        if validates:
+            second.validate()  # which uses no average of the first model
+        for learn in (second, alone):
+            learn.fit(3)
+        a, b = used.state_dict(), fresh.state_dict()
+        assert same(a.pop('averages'), b.pop('averages')) and a == b
+        losses = [[row['valid_loss'] for row in learn.history] for learn in (second, alone)]
+        assert losses[0] == losses[1]
+        second.model = net()
+        second.fit(1)
+        assert used.state_dict()['n_steps'] == 4  # the steps of the new model
 
 
 def test_its_state_continues_in_another_process_and_refuses_another_model() -> None:

@@ -228,6 +228,43 @@ def test_an_optimizer_with_closure_is_refused_with_fp16() -> None:
     assert same(state(learn.model), before)
 
 
+def test_another_model_starts_with_a_new_scale() -> None:
+    used, fresh = MixedPrecision('fp16', **SCALER), MixedPrecision('fp16', **SCALER)
+    learner(used).fit(1)
+    assert used.scaler.get_scale() != SCALER['init_scale'] and used.n_skipped
+    second, alone = learner(used), learner(fresh)
+    for learn in (second, alone):
+        learn.fit(1)
+    assert used.scaler.state_dict() == fresh.scaler.state_dict()
+    assert used.n_skipped == fresh.n_skipped
+    assert same(state(second.model), state(alone.model))
+    loop = Loop()
+    for batch in data():
+        loop.backward(batch)
+        loop.step()
+    assert loop.equals(second)
+    scale, n_skipped = used.scaler.get_scale(), used.n_skipped
+    second.fit(0)  # a further fit of the same model continues
+    assert used.scaler.get_scale() == scale and used.n_skipped == n_skipped
+
+
+def test_a_loaded_scale_is_of_the_model_of_its_learner() -> None:
+    first, second = MixedPrecision('fp16', **SCALER), MixedPrecision('fp16', **SCALER)
+    learner(first).fit(1)
+    second.load_state_dict(first.state_dict())  # of the next fit, as there is no Learner yet
+    learn = learner(second)
+    learn.fit(0)
+    assert second.state_dict() == first.state_dict()
+    second.load_state_dict(first.state_dict())
+    other = learner(second)
+    other.fit(0)
+    assert second.scaler.get_scale() == SCALER['init_scale']
+    another = learner(second)
+    second.load_state_dict(first.state_dict())
+    another.fit(0)
+    assert second.state_dict() == first.state_dict()
+
+
 def test_a_loss_that_stays_infinite_is_reported() -> None:
     spoil = Callback(before_batch=lambda cb: cb.xb[0].fill_(float('inf')))
     learn = learner(MixedPrecision('fp16', init_scale=2.0), spoil)

@@ -11,7 +11,7 @@ import torch
 from fastcore.basics import noop
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner, MetricError, OptionError, accuracy
+from learnkit import Callback, DataLoaders, Learner, MetricError, OptionError, R2Score, accuracy
 from learnkit.callbacks import OptunaPruning
 from learnkit.core.errors import MissingExtraError
 from tests.helpers.ranks import run_ranks
@@ -128,6 +128,28 @@ def test_nan_is_pruned() -> None:
     learn = learner(0.01, metrics=unknown)
     with pytest.raises(optuna.TrialPruned, match='unknown is nan at step 0'):
         learn.fit(2, cbs=OptunaPruning(study.ask(), 'unknown'))
+
+
+def test_an_epoch_without_an_evaluation_is_not_reported() -> None:
+    study = optuna.create_study()
+    learn = learner(0.001, eval_every='3ep')
+    learn.fit(6, cbs=OptunaPruning(study.ask()))
+    assert sorted(study.trials[0].intermediate_values) == [2, 5]
+
+
+@pytest.mark.filterwarnings('ignore')  # of Optuna's about values that are all NaN, and of the loss
+def test_a_study_continues_after_a_diverged_trial() -> None:
+    def objective(trial: Any) -> float:
+        learn = learner(trial.suggest_float('lr', 0, 1e9), metrics=R2Score)
+        learn.fit(2, cbs=OptunaPruning(trial, 'r2_score'))
+        return float(learn.history[-1]['r2_score'])
+
+    study = optuna.create_study(direction='maximize', pruner=optuna.pruners.MedianPruner(1))
+    for lr in (0.01, 1e9, 0.001):
+        study.enqueue_trial({'lr': lr})
+    study.optimize(objective, n_trials=3)
+    assert [t.state.name for t in study.trials] == ['COMPLETE', 'PRUNED', 'PRUNED']
+    assert math.isnan(study.trials[1].intermediate_values[0]) and study.best_params['lr'] == 0.01
 
 
 def test_what_cannot_be_meant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from learnkit import Callback, Learner
 from learnkit.callbacks.stoppers import EarlyStopping, FixedStopper, ThresholdStopper
 from learnkit.core.errors import CancelEpochException, OptionError, TimeError
+from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
 
@@ -152,6 +154,16 @@ def test_stops_once_a_metric_is_past_a_threshold(
     assert 1 < len(learn.history) == expected < 20
     assert learn.threshold_stopper.value == learn.history[-1][column]
     assert passes(learn.threshold_stopper.value)
+
+
+def test_nan_is_past_no_threshold() -> None:
+    at: dict[str, Any] = {}
+    values = [math.nan, 1.0, math.nan, 3.0, 4.0]
+    score = ValueMetric(lambda: values[at['learn'].epoch], 'score')
+    stopper = ThresholdStopper('score', 2.0, lambda value, limit: not value <= limit)
+    at['learn'] = learn = quiet(metrics=score, cbs=stopper)
+    learn.fit(5)
+    assert len(learn.history) == 4 and stopper.best == stopper.value == 3.0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -205,6 +206,49 @@ def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
         cbs=(scheduler := LRScheduler(torch_lr.ReduceLROnPlateau, monitor='train_loss')),
     )
     assert scheduler.scheduler.last_epoch == 1  # skipped epochs have no value
+
+
+def rates_of(make: Callable[[Any], Any], losses: list[float | None]) -> list[Any]:
+    "Return the rates and momenta of a fit, with a batch an epoch, whose rows have these losses."
+    used, learn = Used(), learner(1)
+
+    def write_loss(cb: Any) -> None:
+        cb.learn.history[-1]['valid_loss'] = losses[cb.epoch]
+
+    learn.fit(
+        len(losses), cbs=[LRScheduler(make), Callback(after_epoch=write_loss, order=51), used]
+    )
+    return used.values
+
+
+NAN = math.nan
+PLATEAU = partial(torch_lr.ReduceLROnPlateau, patience=1, factor=0.5)
+
+
+def test_on_a_plateau_nan_is_a_value_and_an_absent_value_is_not() -> None:
+    for losses in ([NAN, NAN, NAN, 1.0, 1.0], [2.0, NAN, NAN, NAN, 1.0, NAN]):
+        assert rates_of(PLATEAU, losses) == plain(PLATEAU, len(losses), values=losses)
+    evaluated = [3.0, 3.0, 3.0, 3.0]
+    every_third = [value for loss in evaluated for value in (None, None, loss)]
+    assert rates_of(PLATEAU, every_third)[::3] == plain(PLATEAU, 4, values=evaluated)
+    assert rates_of(PLATEAU, [None] * 6) == plain(PLATEAU, 6, values=[1.0] * 2 + [0.0] * 4)[:1] * 6
+
+
+@pytest.mark.parametrize('mode', ['min', 'max'])
+def test_a_relative_threshold_of_negative_values_is_reported(mode: str) -> None:
+    losses = [-1.0] * 6
+    relative, absolute = (partial(PLATEAU, mode=mode, threshold_mode=m) for m in ('rel', 'abs'))
+    limit = r'< -0\.9999' if mode == 'min' else r'> -1\.0001'
+    message = rf"value -1, .* {limit} .*threshold_mode='abs'"
+    with pytest.warns(UserWarning, match=message) as found:
+        rates = rates_of(relative, losses)
+    assert rates == plain(relative, 6, values=losses) == rates[:1] * 6  # torch lowers no rate
+    assert len(found) == 1  # once a fit
+    assert rates_of(absolute, losses) == plain(absolute, 6, values=losses) != rates
+    exact = partial(relative, threshold=0.0)
+    assert rates_of(exact, losses) == plain(exact, 6, values=losses) != rates
+    for values in ([NAN] * 3, [0.0] * 3, [math.inf] * 3):  # no negative best value: no warning
+        assert rates_of(relative, values) == plain(relative, 3, values=values)
 
 
 @pytest.mark.parametrize(

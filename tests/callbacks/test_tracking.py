@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit import Callback, Learner
+from learnkit import Callback, Checkpoint, Learner
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.tracking import (
     EarlyStoppingCallback,
@@ -29,7 +29,7 @@ from learnkit.core.errors import (
     OptionError,
     TimeError,
 )
-from learnkit.metrics import mae
+from learnkit.metrics import ValueMetric, mae
 from learnkit.testing import synth_learner
 
 NAN = math.nan
@@ -235,6 +235,139 @@ def test_the_rate_on_a_plateau(options: Any, rates: list[float]) -> None:
     note.order = 63
     run(ReduceLROnPlateau(**options), cbs=[note], lr=0.1)
     assert seen == pytest.approx(rates)
+
+
+# ------------------------------------------------------------------------------- absent evaluations
+
+
+def evaluated(
+    values: list[float], every: str, *cbs: Any, n_train: int = 2, **options: Any
+) -> Learner:
+    "Train an epoch for each value of the metric `score`, evaluated at an interval; return the Learner."
+    at: dict[str, Learner] = {}
+    score = ValueMetric(lambda: values[at['learn'].epoch], 'score')
+    at['learn'] = learn = synth_learner(
+        n_train=n_train, n_valid=1, metrics=score, eval_every=every, cbs=[*cbs], **options
+    )
+    learn.logger = lambda row: None
+    learn.fit(len(values))
+    return learn
+
+
+FALLING = [12.0 - i for i in range(12)]
+
+
+@pytest.mark.parametrize('every', ['1ep', '2ep', '3ep', '5ep', '3ba', '5st', '40sp'])
+@pytest.mark.parametrize('patience', [1, 2, '1ep', '3ba', '3st', '33sp', '0.1dur'])
+def test_a_value_that_always_improves_stops_nothing(every: str, patience: Any) -> None:
+    stopper = EarlyStoppingCallback('score', 'less', patience=patience)
+    learn = evaluated(FALLING, every, stopper)
+    assert len(learn.history) == 12 and stopper.best == 1.0
+
+
+@pytest.mark.parametrize(
+    ('every', 'patience', 'epochs'),
+    [
+        # the first evaluation is the best; a time is exceeded at an evaluation
+        ('2ep', '2ep', 6),
+        ('2ep', '1ep', 4),
+        ('3ep', '4ep', 9),
+        ('3ep', '5ba', 6),
+        ('3ep', '6ba', 9),
+        ('3ep', '6st', 9),
+        ('2ep', '127sp', 6),
+        ('2ep', '129sp', 8),
+        # a number counts evaluations
+        ('2ep', 1, 4),
+        ('2ep', 3, 8),
+        ('3ep', 2, 9),
+    ],
+)
+def test_patience_between_evaluations(every: str, patience: Any, epochs: int) -> None:
+    stopper = EarlyStoppingCallback('score', 'less', patience=patience)
+    assert len(evaluated([1.0] * 12, every, stopper).history) == epochs
+
+
+def test_the_message_names_the_epoch_of_the_best_value(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluated([5.0, 4.0] + [6.0] * 10, '2ep', EarlyStoppingCallback('score', 'less', patience=2))
+    assert 'No improvement since epoch 1' in capsys.readouterr().out
+
+
+def test_nan_is_an_evaluation_and_an_absent_value_is_not() -> None:
+    stopper = EarlyStoppingCallback('score', 'less', patience=2)
+    assert len(evaluated([NAN] * 12, '3ep', stopper).history) == 6
+    stopper = EarlyStoppingCallback('score', 'less', patience=2)
+    learn = evaluated([NAN, NAN, 3.0, NAN, NAN, NAN, 2.0, 2.0], '1ep', stopper)
+    assert len(learn.history) == 2  # both were NaN
+    stopper = EarlyStoppingCallback('score', 'less', patience=2)
+    assert len(evaluated([NAN, 3.0, NAN, 2.0, NAN, NAN, 1.0], '1ep', stopper).history) == 6
+    assert stopper.best == 2.0
+
+
+@pytest.mark.parametrize(
+    ('values', 'every', 'rate'),
+    [
+        (FALLING, '3ep', 0.01),
+        (FALLING, '5ba', 0.01),
+        ([1.0] * 12, '3ep', 0.001),  # evaluations 1 to 4: the best, then three that are not
+        ([NAN] * 12, '3ep', 0.0001),
+    ],
+)
+def test_a_rate_on_a_plateau_between_evaluations(
+    values: list[float], every: str, rate: float
+) -> None:
+    learn = evaluated(values, every, ReduceLROnPlateau('score', 'less', patience=2), lr=0.01)
+    assert learn.opt.hypers[-1]['lr'] == pytest.approx(rate)
+
+
+def test_patience_continues_over_a_resume(tmp_path: Path) -> None:
+    def train(folder: Path, *cbs: Any) -> int:
+        stopper = EarlyStoppingCallback('score', 'less', patience=2)
+        at: dict[str, Learner] = {}
+        score = ValueMetric(lambda: [9.0, 5.0, *[6.0] * 6][at['learn'].epoch], 'score')
+        saved = [stopper, Checkpoint('1ep', folder), *cbs]
+        at['learn'] = synth_learner(n_train=1, metrics=score, eval_every='2ep', cbs=saved)
+        at['learn'].logger = noop
+        at['learn'].fit(8, resume=True)
+        return len(at['learn'].history)
+
+    def end_epoch_5(cb: Any) -> None:
+        if cb.epoch == 5:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        train(tmp_path, Callback(before_epoch=end_epoch_5))
+    assert train(tmp_path) == train(tmp_path / 'whole') == 6
+
+
+def test_only_an_evaluated_epoch_is_saved(tmp_path: Path) -> None:
+    saver = SaveModelCallback('score', 'less')
+    mark = Callback(after_train=lambda cb: cb.learn.model.a.data.fill_(cb.epoch))
+    learn = evaluated([NAN, 3.0, 0.0, NAN, 0.0, 2.0, 0.0, 4.0], '2ep', saver, mark, path=tmp_path)
+    assert weight(learn) == 5.0 and saver.best == 2.0
+
+
+@pytest.mark.parametrize('every', ['7ba', '5ba', '3ba'])
+def test_weights_evaluated_within_an_epoch_are_saved_there(every: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    seen: list[float] = []
+
+    def note(cb: Any) -> None:
+        seen.append(cb.recorder.measured['valid_loss'])
+
+    learn = synth_learner(lr=0.01, path=tmp_path, cbs=SaveModelCallback(), eval_every=every)
+    learn.logger = noop
+    learn.fit(3, cbs=Callback(after_eval=note))
+    assert learn.save_model.best == min(seen) == learn.validate()[0]
+    assert seen.index(min(seen)) + 1 < len(seen)
+
+
+def test_a_fit_without_any_evaluation_has_nothing_to_load(tmp_path: Path) -> None:
+    stop = Callback(after_epoch=fail(CancelFitException()))
+    evaluated([1.0] * 8, '5ep', SaveModelCallback('score', 'less'), stop, path=tmp_path)
+    assert not list(tmp_path.rglob('*.pth'))
+    with pytest.warns(UserWarning, match='No epoch had a score that could be the best'):
+        evaluated([NAN] * 2, '2ep', SaveModelCallback('score', 'less'), path=tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- saving

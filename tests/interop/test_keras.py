@@ -14,7 +14,7 @@ from learnkit import SGD, Checkpoint, DataLoaders, Learner
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.interop import from_keras
-from learnkit.metrics import mae
+from learnkit.metrics import ValueMetric, mae
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import Reach, quiet
 from tests.helpers.harness import run_until_done
@@ -113,6 +113,15 @@ def test_logs_are_means_over_samples() -> None:
     assert cb.seen['test end'] == [pytest.approx(ends)] * 3
     assert cb.seen['epoch'] == [pytest.approx(epoch)] * 2
     assert [logs['outputs'] for logs in cb.seen['predict']] == [[2.0, 4.0], [9.0]]
+
+
+def test_a_value_that_was_not_evaluated_is_absent_and_nan_is_not() -> None:
+    cb = Values()
+    unknown = ValueMetric(lambda: float('nan'), 'unknown')
+    learner(from_keras(cb), metrics=unknown, eval_every='2ep').fit(4)
+    evaluated = {'loss', 'val_loss', 'val_unknown'}
+    assert [set(logs) for logs in cb.seen['epoch']] == [{'loss'}, evaluated] * 2
+    assert all(np.isnan(logs['val_unknown']) for logs in cb.seen['epoch'][1::2])
 
 
 class Halve(OfKeras):

@@ -212,3 +212,16 @@ def test_smooth_loss_continues_after_a_resume(deferred: bool, tmp_path: Any) -> 
     assert run(second, losses[70:]).smooth == whole.smooth
     assert second.raw == whole.raw
     assert second.val == whole.val
+
+
+def test_opposite_infinities_and_overflow_end_no_mean() -> None:
+    for losses, mean in (
+        ([1.0, math.inf, -math.inf], math.nan),
+        ([1.0, math.inf], math.inf),
+        ([1.7e308] * 3, math.inf),
+        ([0.1] * 10, 0.1),
+    ):
+        smooth = AvgSmoothLoss()
+        for loss in losses:
+            smooth.accumulate(SimpleNamespace(loss=torch.tensor(loss, dtype=torch.float64)))
+        assert smooth.mean_since(0) == pytest.approx(mean, nan_ok=True)

@@ -139,6 +139,9 @@ def test_regression_scores_of_the_best_and_of_what_is_not_defined() -> None:
     assert (R2Score()(ones, ones), R2Score()(targ, ones)) == (1.0, 0.0)
     assert (ExplainedVariance()(ones + 1, ones), ExplainedVariance()(targ, ones)) == (1.0, 0.0)
     assert math.isnan(PearsonCorrCoef()(targ, ones))
+    assert math.isnan(PearsonCorrCoef()(0.1 * ones, targ))  # whose mean is rounded
+    for scale in (1e-200, 1e200):
+        assert PearsonCorrCoef()(scale * targ.double(), targ) == pytest.approx(1.0)
     assert math.isnan(R2Score()(targ[:1], targ[:1]))
 
 

@@ -89,6 +89,37 @@ def test_spearman_equals_scipy() -> None:
     assert m.name == 'spearmanr'
 
 
+@pytest.mark.parametrize(
+    ('pred', 'targ'),
+    [
+        ([1, math.nan, 3], [1, 2, 3]),
+        ([1, 2], [10, 30]),
+        ([2, 1], [10, 30]),
+        ([1, 2, 2, 3, 5], [2, 2, 1, 4, 9]),
+        ([0.1, 0.1, 0.1], [1, 2, 3]),
+        ([1, 2, 3], [7, 7, 7]),
+        ([1, 2, 3], [1, 2, math.nan]),
+        ([1, math.inf, 3], [1, 2, 3]),
+        ([1e200, 3e200, 2e200], [1, 2, 3]),
+        ([3], [4]),
+    ],
+)
+@pytest.mark.filterwarnings('ignore:An input array is constant')
+@pytest.mark.filterwarnings('ignore:invalid value encountered')
+def test_spearman_of_few_values_equals_scipy(pred: list[float], targ: list[float]) -> None:
+    stats = pytest.importorskip('scipy.stats')
+    expected = stats.spearmanr(pred, targ)[0] if len(pred) > 1 else math.nan
+    found = SpearmanCorrCoef()(*(torch.tensor(v, dtype=torch.float64) for v in (pred, targ)))
+    assert found == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_spearman_of_equal_and_reversed_orders_is_exactly_one() -> None:
+    for n in range(2, 60):
+        order = torch.randperm(n)
+        assert SpearmanCorrCoef()(order, 3.0 * order) == 1.0
+        assert SpearmanCorrCoef()(order, -order) == -1.0
+
+
 def test_corpus_bleu() -> None:
     "The first of 2 sentences of 5 tokens is right, the second has a wrong last token."
     targ = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])

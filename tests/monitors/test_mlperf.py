@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,11 @@ def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
     rows = again(target, comp='greater')
     assert [r['metadata']['epoch_num'] for r in rows if r['key'] == 'eval_accuracy'] == [1, 2, 3]
     assert rows[-1]['key'] == 'run_stop' and rows[-1]['metadata']['status'] == 'success'
+    spoil = Callback(after_train=lambda cb: cb.learn.model.a.data.fill_(math.nan))
+    torch.manual_seed(0)
+    diverged = learner(tmp_path, MLPerf(target=1e9, comp=lambda new, old: not new > old), spoil)
+    diverged.fit(1)  # NaN reaches no target
+    assert lines(diverged.ml_perf.file)[-1]['metadata']['status'] == 'aborted'
     rows = again(1.0, comp='greater')
     assert rows[-1]['metadata']['status'] == 'aborted' and rows[-1]['metadata']['epoch_num'] == 6
 
