@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from math import isclose, isfinite
+from math import isclose, isfinite, nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -218,7 +218,7 @@ class TorchMetric(Metric):
     """Run a torchmetrics object, or any object with `update(pred, *targets)`, `compute()` and `reset()`.
 
     The object is moved to the device of the predictions. A value with several numbers, such as one per class, is
-    returned as a tensor on the CPU."""
+    returned as a tensor on the CPU. The value is NaN, with a warning, if `compute` raises `ValueError`."""
 
     sum_reduced = ('_updates',)
 
@@ -257,7 +257,16 @@ class TorchMetric(Metric):
     @property
     @override
     def value(self) -> Any:
-        return as_plain_value(self.metric.compute()) if self._updates else None
+        return as_plain_value(self._compute()) if self._updates else None
+
+    def _compute(self) -> Any:
+        try:
+            return self.metric.compute()
+        except (
+            ValueError
+        ) as e:  # `update` has accepted the data, so the error is about their values
+            warn_user(f'Metric `{self.name}` is NaN. {type(e).__name__}: {e}')
+            return nan
 
 
 class ModelMetric(TorchMetric):

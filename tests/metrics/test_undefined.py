@@ -108,6 +108,17 @@ def test_mistakes_are_errors_also_with_nan() -> None:
             metric()(torch.full((3, 2), NAN), torch.ones(5).long())
 
 
+def test_a_metric_of_torchmetrics_without_a_value() -> None:
+    torchmetrics = require('torchmetrics')
+    one = torch.ones(1, 1)
+    learn = Learner(([(one, one)], [(one, one)]), nn.Linear(1, 1), nn.MSELoss())
+    learn.logger = noop
+    learn.metrics = torchmetrics.R2Score()  # of a single sample
+    with pytest.warns(UserWarning, match='`r2_score` is NaN.*two samples'), learn.no_bar():
+        learn.fit(1)
+    assert math.isnan(learn.history[-1]['r2_score'])
+
+
 class Diverge(Callback):
     "Make the weights NaN before the second evaluation, which leaves the training loss finite."
 
