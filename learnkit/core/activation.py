@@ -21,8 +21,9 @@ def find_activation(
     """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
 
     An attribute `loss_func.activation` takes precedence. The activation of torch's cross-entropy is the softmax over
-    dimension 1, of its negative log-likelihood the exponential, and of its binary cross-entropy with logits the
-    sigmoid. Predictions that are not tensors are returned unchanged.
+    dimension 1, of a loss that contains the last layer the softmax of its scores, of its negative log-likelihood the
+    exponential, and of its binary cross-entropy with logits the sigmoid. Predictions that are not tensors are returned
+    unchanged.
 
     >>> find_activation(nn.BCEWithLogitsLoss())(torch.zeros(2))
     tensor([0.5000, 0.5000])
@@ -31,7 +32,11 @@ def find_activation(
         own: Callable[[Any], Any] = loss_func.activation
         return own
     entry = _find_entry(loss_func)
-    return noop if entry is None else partial(_apply, entry[0])
+    if entry is None:
+        return noop
+    if isinstance(loss_func, HEAD_LOSSES):
+        return lambda x: _apply(entry[0], find_scores(loss_func, x))
+    return partial(_apply, entry[0])
 
 
 def find_decoder(
@@ -52,6 +57,35 @@ def find_decoder(
     return noop if entry is None else partial(_apply, entry[1])
 
 
+def find_scores(
+    loss_func: Any,  # loss function of learnkit, of torch, or any other
+    pred: Any,  # predictions (B, ...)
+) -> Any:
+    """Return what metrics and activations take: the predictions, or the scores that the loss computes from them.
+
+    `nn.LinearCrossEntropyLoss` and `nn.AdaptiveLogSoftmaxWithLoss` get features (B, F), and contain the last layer of
+    the model. Their scores are (B, C, ...).
+
+    >>> find_scores(nn.CrossEntropyLoss(), torch.tensor([1.0]))
+    tensor([1.])
+    >>> find_scores(nn.AdaptiveLogSoftmaxWithLoss(8, 6, [2, 4]), torch.zeros(3, 8)).exp().sum(1)
+    tensor([1., 1., 1.])
+    """
+    if not isinstance(loss_func, HEAD_LOSSES) or not isinstance(pred, Tensor):
+        return pred
+    features = pred.to(next(loss_func.parameters()))  # its device and dtype
+    with torch.no_grad():
+        if isinstance(loss_func, nn.AdaptiveLogSoftmaxWithLoss):
+            return loss_func.log_prob(features).to(pred.device)
+        shape = (*pred.shape[:-1], loss_func.num_classes, *loss_func.out_features)
+        return loss_func.linear(features).reshape(shape).to(pred.device)
+
+
+# losses that contain the last layer of the model; the first one since torch 2.13
+HEAD_LOSSES: tuple[Any, ...] = (
+    *([nn.LinearCrossEntropyLoss] if hasattr(nn, 'LinearCrossEntropyLoss') else []),
+    nn.AdaptiveLogSoftmaxWithLoss,
+)
 Function = Callable[[Tensor], Tensor]
 
 
@@ -81,8 +115,8 @@ def _exceeds_half(x: Tensor) -> Tensor:
 
 
 # torch's losses of classification, as modules and as functions, each with its activation and its decoder
-_TORCH_LOSSES: list[tuple[type, tuple[Any, ...], Function, Function]] = [
-    (nn.CrossEntropyLoss, (F.cross_entropy,), _softmax, _argmax),
+_TORCH_LOSSES: list[tuple[Any, tuple[Any, ...], Function, Function]] = [
+    ((nn.CrossEntropyLoss, *HEAD_LOSSES), (F.cross_entropy,), _softmax, _argmax),
     (nn.NLLLoss, (F.nll_loss,), torch.exp, _argmax),
     (nn.BCELoss, (F.binary_cross_entropy,), noop, _exceeds_half),
     (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), torch.sigmoid, _exceeds_half),
