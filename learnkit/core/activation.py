@@ -68,8 +68,8 @@ def find_scores(
 
     >>> find_scores(nn.CrossEntropyLoss(), torch.tensor([1.0]))
     tensor([1.])
-    >>> find_scores(nn.AdaptiveLogSoftmaxWithLoss(8, 6, [2, 4]), torch.zeros(3, 8)).exp().sum(1)
-    tensor([1., 1., 1.])
+    >>> find_scores(nn.AdaptiveLogSoftmaxWithLoss(8, 6, [2]), torch.zeros(3, 8)).shape
+    torch.Size([3, 6])
     """
     if not isinstance(loss_func, HEAD_LOSSES) or not isinstance(pred, Tensor):
         return pred

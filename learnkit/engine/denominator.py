@@ -28,6 +28,7 @@ from learnkit.core.model import (
     bare_model,
     copy_buffers,
     name_of,
+    preserved_attributes,
     restore_buffers,
     takes_batches,
 )
@@ -443,30 +444,16 @@ def _compare_effects(
 
 @contextmanager
 def preserved_loss(learn: Learner) -> Iterator[None]:
-    """Restore generators and the loss function's buffers at the end of a context.
-
-    In an evaluation, all attributes of the loss function are restored.
-    """
-    from learnkit.engine.snapshot import Snapshot  # imports metrics, which import this module
-
+    "Restore generators, and the buffers and attributes of the loss function, at the end of a context."
     loss_func = learn.loss_func
-    buffers: list[Any] = []
-    tensors: list[Any] = []
-    root: Any = getattr(loss_func, '__dict__', None)
-    if isinstance(loss_func, nn.Module):
-        root = loss_func
-        buffers = copy_buffers(loss_func)
-        tensors = [*loss_func.parameters(), *loss_func.buffers()]
-    # in training, a tensor that is written to could be part of the graph of the loss
-    before = None if learn.training else Snapshot([root], tensors)
-    try:
-        with preserved_rng(), preserved_generators(loss_func), warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # a part may be too small for the loss function
-            yield
-    finally:
-        restore_buffers(buffers, skip_equal=True)
-        if before is not None:
-            before.undo()
+    buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
+    with preserved_attributes(loss_func), preserved_rng(), preserved_generators(loss_func):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')  # a part may be too small for the loss function
+                yield
+        finally:
+            restore_buffers(buffers, skip_equal=True)
 
 
 def _as_tuple(pred: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import cover_params, warn_of_late_params
-from learnkit.engine.sizes import set_size_func
+from learnkit.engine.sizes import check_first_batch, set_size_func
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -61,11 +61,12 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     """
     timings = learn.timings if learn.training else None
     learn.parts.advice.is_watching = True
-    has_size = False  # whether it is decided how samples are counted
+    is_known = False  # whether it is decided how samples are counted
     try:
         for batch in batches:
-            if not has_size:
-                has_size = set_size_func(learn, batch)
+            if not is_known:
+                check_first_batch(learn, batch)
+                is_known = set_size_func(learn, batch)
             yield batch
             if timings is not None:
                 timings.steps_left -= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of samples of batches whose first tensor does not have the samples along its first axis."""
+"""First batch of a loader: what it consists of, and the axis along which it has its samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import default_collate
 
 from learnkit.core.batch import describe, first_array
+from learnkit.core.errors import BatchError
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
 
@@ -25,6 +26,21 @@ def count_second_axis(xb: Any, yb: Any) -> int:
 def count_targets(xb: Any, yb: Any) -> int:
     "Return the number of rows of the first target, (B, ...)."
     return int(first_array(yb).shape[0])
+
+
+def check_first_batch(
+    learn: Learner,
+    batch: Any,  # first batch of `learn.dl`
+) -> None:
+    "Raise `BatchError` for a batch with its number and the number of its loader, as Lightning's loaders give it."
+    is_triple = type(batch) is tuple and len(batch) == 3
+    if not is_triple or type(batch[1]) is not int or type(batch[2]) is not int:
+        return
+    raise BatchError(
+        f'The {learn.dl_name} loader ({type(learn.dl).__name__}) gives {describe(batch)}: a batch with its number and '
+        'the number of its loader. Pass an object that gives the batches alone, whose `__iter__` returns '
+        '`(batch for batch, _, _ in loader)`.'
+    )
 
 
 def set_size_func(
@@ -76,7 +92,7 @@ def find_size_func(
     targets = [] if y is None else list(y.shape)
     if targets[:1] == [rows] and targets[1:2] != [second]:
         return None  # one target, or row of targets, for each row
-    if targets == [second]:
+    if targets == [second] and x.ndim < 4:
         return count_second_axis
     if bs is None or rows == bs:
         return None
@@ -103,6 +119,8 @@ def _warn_of_doubt(learn: Learner, xb: Any, yb: Any) -> None:
     "Warn once if the targets look as if the batch had another number of samples."
     x, y = first_array(xb), first_array(yb)
     if y is None or y.shape[0] == x.shape[0] or expected_size(learn.dl) == x.shape[0]:
+        return
+    if x.ndim == 4:  # images, with any number of boxes for instance
         return
     is_second = y.shape[0] in x.shape[1:2]
     if not is_second and not (y.ndim == 1 and y.shape[0] < x.shape[0]):

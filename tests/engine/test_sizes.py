@@ -175,6 +175,8 @@ BATCH_FIRST: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None]] = {
     'vectors': ((6, 4), (6,), None),
     'as many features as samples': ((6, 6), (6,), None),
     'images with boxes': ((8, 3, 5, 5), (3, 5), 8),
+    'images with boxes, no batch size': ((8, 3, 5, 5), (3, 5), None),
+    'images with as many labels as channels': ((8, 3, 5, 5), (3,), None),
     'tokens, flattened targets': ((6, 4), (24,), None),
     'an incomplete batch': ((5, 8), (5, 1), 8),
     'crops, two a sample': ((16, 3), (16,), 8),
