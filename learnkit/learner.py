@@ -143,6 +143,9 @@ class Learner(Loop):
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
 
+    `size_func` returns the number of samples of a batch. Without it, the first axis of the first tensor counts them; if
+    the first batch of a loader shows the samples along the second axis, or only in the targets, these count them.
+
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for unusable arguments.
 
     >>> import torch
@@ -181,7 +184,7 @@ class Learner(Loop):
         microbatch: int | str | None = None,  # maximum samples a microbatch; 'auto': by memory
         weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb) -> weight; see below
         token_func: Callable[..., int] | None = None,  # f(xb, yb); None: counts `input_ids`
-        size_func: Callable[..., int] | None = None,  # f(xb, yb) -> samples; None: as `find_bs`
+        size_func: Callable[..., int] | None = None,  # f(xb, yb) -> samples; None: see below
         eval_every: str | int | Time | None = '1ep',  # epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)

@@ -35,11 +35,11 @@ from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
+from learnkit.engine.lengths import epoch_length
 from learnkit.engine.snapshot import restored, restored_objects
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
@@ -243,7 +243,7 @@ def lr_find(
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     finder._undoes_fit = False
     check_not_running(learn)
-    n = epoch_length(learn.dls, learn.dls.train)[0]
+    n = epoch_length(learn, learn.dls.train)[0]
     left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_find')]
     with (
         deferred_interrupts() as deferred,

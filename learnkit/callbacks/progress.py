@@ -25,8 +25,8 @@ from learnkit.callbacks.live_plot import MasterBar
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
 from learnkit.core.time import format_seconds
-from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
+from learnkit.engine.lengths import epoch_length
 
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs
@@ -38,7 +38,7 @@ class Bar:
     "Progress of one pass over one loader."
 
     label: str  # what is counted, such as 'epoch 1/5 train'
-    total: int | None = None  # number of batches; None: the loader has no length
+    total: int | None = None  # number of batches, which a wrong length exceeds; None: unknown
     done: int = 0  # number of batches finished
     note: str = ''  # text behind the numbers: the loss
     first: int = 0  # number of batches finished before this run resumed from a checkpoint
@@ -56,10 +56,10 @@ class Bar:
         """
         elapsed = self.elapsed_s
         n = self.done - self.first
-        if self.total:
+        if self.total and self.done <= self.total:
             remaining = '?'
             if n > 0:
-                remaining = format_seconds(elapsed * max(self.total - self.done, 0) / n)
+                remaining = format_seconds(elapsed * (self.total - self.done) / n)
             share = f'{self.done / self.total:.0%}'
             count = f'{self.done}/{self.total} {share} {format_seconds(elapsed)}<{remaining}'
         else:
@@ -69,9 +69,8 @@ class Bar:
     def html(self) -> str:
         "Return the text with the browser's own progress bar, which follows the browser's theme."
         element = ''
-        if self.total:
-            value = min(self.done, self.total)
-            element = f'<progress value="{value}" max="{self.total}"></progress> '
+        if self.total and self.done <= self.total:
+            element = f'<progress value="{self.done}" max="{self.total}"></progress> '
         return f'<div style="font-size:small;font-variant-numeric:tabular-nums">{element}{escape(self.text())}</div>'
 
 
@@ -346,7 +345,8 @@ class ProgressCallback(Callback):
         if train is None or recorder is None or learn.logger != self._write or self._is_nested():
             return
         n = self._progress.n_trained
-        epoch = f'{learn.epoch + n / train.total:.2f}' if train.total else f'{learn.epoch}+{n}'
+        total = train.total or 0
+        epoch = f'{learn.epoch + n / total:.2f}' if n <= total else f'{learn.epoch}+{n}'
         values = {
             'epoch': epoch,
             'train_loss': recorder.smooth_loss.latest,
@@ -378,7 +378,7 @@ class ProgressCallback(Callback):
         n_epoch = f'/{learn.n_epoch}' if learn.n_epoch else ''
         has_epochs = learn.fitting and learn.create_mbar
         epoch = f'epoch {learn.epoch + 1}{n_epoch} ' if has_epochs else ''
-        progress.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0], first, first=first)
+        progress.bar = Bar(epoch + name, epoch_length(learn, learn.dl)[0], first, first=first)
         if perf_counter() >= progress.due:
             progress.draw()
 

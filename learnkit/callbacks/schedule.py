@@ -20,10 +20,10 @@ from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import as_list
+from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import prepare_opt
 from learnkit.optim.annealing import (
     SchedCos,
@@ -297,10 +297,10 @@ def _fit_with_schedules(
 ) -> None:
     "Prepare the optimizer for `fit`, make the schedules of its rates, and train."
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
-    if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
+    if epochs and budget is None and epoch_length(learn, learn.dls.train)[0] is None:
         warn_user(
-            'The training loader has no length, so how much of an epoch is done is not known: the '
-            'schedule moves from epoch to epoch only. Give its length by '
+            f'The training loader ({type(learn.dls.train).__name__}) has no length, so how much of an epoch is done is '
+            'not known: the schedule moves from epoch to epoch only. Give its length by '
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
     prepare_opt(learn, lr, wd, reset_opt)

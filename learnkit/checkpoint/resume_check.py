@@ -22,10 +22,10 @@ from learnkit.core.errors import CancelFitException, FitError
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import preserved_generators
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import epoch_length
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
+from learnkit.engine.lengths import epoch_length
 from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def check_resume(
     stop_after: int | None,
 ) -> ResumeCheck:
     "Compare an uninterrupted run with a resumed one, bit by bit."
-    per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
+    per_epoch = epoch_length(learn, learn.dls.train)[0]
     if n_batches is None:
         n_batches = min(2 * per_epoch + 2, _MOST) if per_epoch else _FEWEST
     n = check_count('n_batches', n_batches, 2, FitError)

@@ -168,6 +168,7 @@ _LOOP = {
     'step': Optional(Maybe(is_count)),
     'stage': Maybe(is_count),
     'n_iter': Maybe(is_count),
+    'length': Optional(Maybe(is_count)),  # batches of a complete epoch, if not the loader's `len()`
     'n_epoch': Maybe(is_count),
     'stopping': bool,
     'done': _COUNTS,

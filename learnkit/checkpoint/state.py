@@ -154,6 +154,7 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         'step': _samples_per_step(learn) if point else None,
         'stage': learn.stage,
         'n_iter': learn.n_iter,
+        'length': learn.parts.lengths.correction(learn.dls.train),
         'n_epoch': learn.n_epoch,
         'stopping': learn.run.stopping,
         'done': learn.parts.counters.by_unit(),
@@ -291,9 +292,9 @@ def _fit_position(learn: Learner, r: ResumeState) -> None:
             'size, or take checkpoints between steps, `Checkpoint(every="100st")`.'
         )
     n_drawn, n_iter = position['n'], position['drawn']['batches']
-    loop = {**r.loop, 'n_drawn': n_drawn, 'iter': n_drawn - 1, 'n_iter': n_iter}
+    loop = {**r.loop, 'n_drawn': n_drawn, 'iter': n_drawn - 1, 'n_iter': n_iter, 'length': None}
     if loop['n_epoch']:
-        loop['pct_train'] = (loop['epoch'] + n_drawn / n_iter) / loop['n_epoch']
+        loop['pct_train'] = (loop['epoch'] + min(1.0, n_drawn / n_iter)) / loop['n_epoch']
     r.state = {**r.state, 'position': position, 'loop': loop}
 
 
@@ -431,13 +432,14 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     for name in COUNTERS:
         setattr(learn, name, loop[name])
     learn.n_iter = loop['n_iter']
+    learn.parts.lengths.correct(learn.dls.train, loop.get('length'))
     learn.parts.passes.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:
         learn.pct_train = pct_train
         if n_epoch:
             is_within = loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch'
-            epoch_share = loop['n_drawn'] / loop['n_iter'] if is_within else 1.0
+            epoch_share = min(1.0, loop['n_drawn'] / loop['n_iter']) if is_within else 1.0
             learn.pct_train = (loop['epoch'] + epoch_share) / n_epoch
     learn.run.stopping = loop['stopping']
     learn.parts.counters.load_units(loop['done'])

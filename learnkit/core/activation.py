@@ -76,8 +76,9 @@ def find_activation(
     """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
 
     An attribute `loss_func.activation` takes precedence. The activation of torch's cross-entropy is the softmax over
-    dimension 1, of its negative log-likelihood the exponential, and of its binary cross-entropy with logits the
-    sigmoid. Predictions that are not tensors are returned unchanged.
+    dimension 1, of a loss that contains the last layer the softmax of its scores, of its negative log-likelihood the
+    exponential, and of its binary cross-entropy with logits the sigmoid. Predictions that are not tensors are returned
+    unchanged.
 
     >>> find_activation(nn.BCEWithLogitsLoss())(torch.zeros(2))
     tensor([0.5000, 0.5000])
@@ -86,7 +87,11 @@ def find_activation(
         own: Callable[[Any], Any] = loss_func.activation
         return own
     entry = _find_entry(loss_func)
-    return noop if entry is None else partial(_apply, entry.activate)
+    if entry is None:
+        return noop
+    if isinstance(loss_func, HEAD_LOSSES):
+        return lambda x: _apply(entry.activate, find_scores(loss_func, x))
+    return partial(_apply, entry.activate)
 
 
 def find_decoder(
@@ -105,6 +110,37 @@ def find_decoder(
         return own
     entry = _find_entry(loss_func)
     return noop if entry is None else partial(_apply, entry.decode)
+
+
+def find_scores(
+    loss_func: Any,  # loss function of learnkit, of torch, or any other
+    pred: Any,  # predictions (B, ...)
+) -> Any:
+    """Return what metrics and activations take: the predictions, or the scores that the loss computes from them.
+
+    `nn.LinearCrossEntropyLoss` and `nn.AdaptiveLogSoftmaxWithLoss` get features (B, F), and contain the last layer of
+    the model. Their scores are (B, C, ...).
+
+    >>> find_scores(nn.CrossEntropyLoss(), torch.tensor([1.0]))
+    tensor([1.])
+    >>> find_scores(nn.AdaptiveLogSoftmaxWithLoss(8, 6, [2]), torch.zeros(3, 8)).shape
+    torch.Size([3, 6])
+    """
+    if not isinstance(loss_func, HEAD_LOSSES) or not isinstance(pred, Tensor):
+        return pred
+    features = pred.to(next(loss_func.parameters()))  # its device and dtype
+    with torch.no_grad():
+        if isinstance(loss_func, nn.AdaptiveLogSoftmaxWithLoss):
+            return loss_func.log_prob(features).to(pred.device)
+        shape = (*pred.shape[:-1], loss_func.num_classes, *loss_func.out_features)
+        return loss_func.linear(features).reshape(shape).to(pred.device)
+
+
+# losses that contain the last layer of the model; the first one since torch 2.13
+HEAD_LOSSES: tuple[Any, ...] = (
+    *([nn.LinearCrossEntropyLoss] if hasattr(nn, 'LinearCrossEntropyLoss') else []),
+    nn.AdaptiveLogSoftmaxWithLoss,
+)
 
 
 def _find_entry(loss_func: Any) -> Outputs | None:
@@ -138,8 +174,9 @@ _SIGMOID = Outputs(
 )
 
 # torch's losses of classification, as modules and as functions, and what outputs mean to each
-_TORCH_LOSSES: list[tuple[type, tuple[Any, ...], Outputs]] = [
+_TORCH_LOSSES: list[tuple[Any, tuple[Any, ...], Outputs]] = [
     (nn.CrossEntropyLoss, (F.cross_entropy,), _SOFTMAX),
+    (HEAD_LOSSES, (), Outputs('classes', _softmax, _argmax, True)),
     (nn.NLLLoss, (F.nll_loss,), Outputs('classes', torch.exp, _argmax, True)),
     (nn.MultiMarginLoss, (F.multi_margin_loss,), Outputs('classes', noop, _argmax)),
     (nn.BCELoss, (F.binary_cross_entropy,), Outputs('labels', noop, _exceeds_half, True)),

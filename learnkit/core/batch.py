@@ -77,6 +77,8 @@ class BatchForm:
 
     n_inp: int | None = None  # number of inputs in a tuple
     targets: tuple[str, ...] | None = None  # names of the targets in a mapping
+    # f(xb, yb): number of samples, if the first axis of the first tensor is another one
+    size_func: Callable[[Any, Any], int] | None = None
 
     def split(
         self,
@@ -178,9 +180,11 @@ def find_bs(
         return int(size_func(b, yb))
     if type(b) is tuple and b and type(b[0]) is Tensor and b[0].ndim:
         return b[0].shape[0]
-    entries = [*_iter_entries(b), *_iter_entries(yb)]
-    arrays = [o for o in entries if isinstance(o, (Tensor, np.ndarray)) and o.ndim]
-    sized = arrays or [o for o in entries if _is_list(o) and o]
+    for part in (b, yb):
+        array = first_array(part)
+        if array is not None:
+            return len(array)
+    sized = [o for o in [*_iter_entries(b), *_iter_entries(yb)] if _is_list(o) and o]
     if not sized:
         raise BatchError(
             f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Give '
@@ -189,11 +193,34 @@ def find_bs(
     return len(sized[0])
 
 
+def first_array(b: Any) -> Any:
+    """Return the first tensor or array of a batch outside of lists that has a dimension, or None.
+
+    >>> first_array({'weight': torch.tensor(1.), 'ids': torch.zeros(8, 12)}).shape
+    torch.Size([8, 12])
+    """
+    for o in _iter_entries(b):
+        if isinstance(o, (Tensor, np.ndarray)) and o.ndim:
+            return o
+    return None
+
+
+def size_func_of(
+    learn: Learner,  # Learner with a current batch
+) -> Callable[[Any, Any], int] | None:
+    "Return `learn.size_func`, or the function that counts the samples of the current loader's batches, or None."
+    func: Callable[[Any, Any], int] | None = getattr(learn, 'size_func', None)
+    if func is not None:
+        return func
+    form = getattr(learn, 'batch_form', None)
+    return None if form is None else form.size_func
+
+
 def count_samples(
     learn: Learner,  # Learner with a current batch
 ) -> int:
-    "Return the number of samples in this rank's current batch, by `find_bs` and the Learner's `size_func`."
-    return find_bs(learn.xb, learn.yb, getattr(learn, 'size_func', None))
+    "Return the number of samples in this rank's current batch, by `find_bs` and `size_func_of`."
+    return find_bs(learn.xb, learn.yb, size_func_of(learn))
 
 
 def batch_counter(

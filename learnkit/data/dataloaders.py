@@ -54,6 +54,9 @@ class DataLoaders:
     continues where the previous epoch ended, within a fit and across fits. An exhausted loader is iterated from its
     start again. The worker processes of a DataLoader stay alive between epochs.
 
+    A loader whose `len()` raises an error has no length. If a loader gives another number of batches than its `len()`,
+    a fit warns, and expects that number from the next epoch on.
+
     Raises `LoaderError` for an object that is not a loader, such as a list of loaders. Raises `EmptyLoaderError` for a
     loader without batches. Raises `BatchError` for a batch that does not have the declared form; validation loaders
     are checked before the first step.
@@ -472,7 +475,10 @@ def select_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
 
 
 def n_batches(dl: Any) -> int | None:
-    """Return the number of batches of a loader, or None if the loader has no length.
+    """Return the `len()` of a loader, or None if the loader has no length.
+
+    A loader whose `__len__` raises an error has no length. Some lengths are known only during a pass, such as that of
+    Lightning's `CombinedLoader`, or depend on data that is not read yet.
 
     >>> n_batches([1, 2]), n_batches(iter([1, 2]))
     (2, None)
@@ -481,15 +487,8 @@ def n_batches(dl: Any) -> int | None:
         return None
     try:
         return len(dl)
-    except (TypeError, NotImplementedError):
+    except Exception:  # loaders raise any type of error
         return None
-
-
-def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
-    "Return the number of batches in an epoch of `dl`, or None, and the limit `n_iter` on it, or None."
-    n = n_batches(dl)
-    limit = getattr(dls, 'n_iter', None) if n is None and dl is dls.train else None
-    return (limit if n is None else n), limit
 
 
 def batch_size_of(dl: Any) -> int | None:

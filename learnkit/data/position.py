@@ -438,7 +438,7 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     differences = [
         f'{name} {saved.get(name)}, now {value}'
         for name, value in now.items()
-        if saved.get(name) != value
+        if saved.get(name) != value and not (name == 'batches' and None in (saved.get(name), value))
     ]
     if differences:
         raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from learnkit.checkpoint.resume_check import silenced
 from learnkit.checkpoint.state import collect_state, copy_to_host
-from learnkit.core.batch import find_bs, map_tensors, take_rows
+from learnkit.core.batch import count_samples, find_bs, map_tensors, size_func_of, take_rows
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.time import Time
 from learnkit.data.show import show_samples
@@ -244,7 +244,7 @@ class Moment:
 
     def show(self, max_n: int = 9) -> Any:
         "Show samples of the batch with their targets: images in a grid, other data as a table."
-        n = find_bs(self.xb, self.yb, self.learn.size_func)
+        n = find_bs(self.xb, self.yb, size_func_of(self.learn))
         rows = list(range(min(n, max_n)))
         details = {} if self.indices is None else {'index': self.indices[:max_n]}
         xb, yb = take_rows((self.xb, self.yb), n, rows)
@@ -279,7 +279,7 @@ def _without_callback(left_out: set[int]) -> Callback:
     "Return a callback that leaves out samples, before the others."
 
     def before_batch(cb: Any) -> None:
-        n = find_bs(cb.xb, cb.yb, cb.learn.size_func)
+        n = count_samples(cb.learn)
         kept: Sequence[int] = [i for i in range(n) if i not in left_out]
         if not kept:
             raise OptionError(f'without={sorted(left_out)}: no sample of the batch is left.')

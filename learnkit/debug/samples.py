@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from learnkit.core.batch import find_bs, map_tensors, microbatches, take_rows, tensors_in
+from learnkit.core.batch import (
+    find_bs,
+    map_tensors,
+    microbatches,
+    size_func_of,
+    take_rows,
+    tensors_in,
+)
 from learnkit.core.errors import LossError
 from learnkit.core.html import never_raising, table
 from learnkit.core.model import preserved_modes
@@ -108,7 +115,7 @@ def measure_samples(
         loss.eval()
         found = _measure_together(loss, params, xb, yb) if vectorized else None
         if found is None:
-            n = find_bs(xb, yb, learn.size_func)
+            n = find_bs(xb, yb, size_func_of(learn))
             parts = microbatches(xb, yb, 1, n)
             found = [_measure_one(loss, params, *part) for part in parts]
     learn.xb, learn.yb = xb, yb

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.checkpoint.compare import digest
-from learnkit.core.batch import count_samples, find_bs, slice_batch, tensors_in
+from learnkit.core.batch import count_samples, find_bs, size_func_of, slice_batch, tensors_in
 from learnkit.core.device import find_used_accelerator
 from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng, restore_rng
@@ -116,7 +116,7 @@ class SeveralProcesses(SingleProcess):
         n = -(-share[1] // (learn.world.data_size * size))
         if len(microbatches) == n:
             return microbatches
-        bs = find_bs(xb, yb, learn.size_func)
+        bs = find_bs(xb, yb, size_func_of(learn))
         return slice_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
 
     def own_samples(self, learn: Learner) -> int:

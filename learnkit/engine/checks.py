@@ -25,7 +25,7 @@ from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
 from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
-from learnkit.metrics.base import Metric
+from learnkit.metrics.base import Metric, measured_pred
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -155,7 +155,7 @@ def check_metrics(learn: Learner, train: list[Metric], valid: list[Metric]) -> d
 
 def _try_metric(m: Metric, learn: Learner) -> Any:
     "Check a metric on copies of the batch; return the value of a metric function."
-    pred, yb = map_tensors((learn.pred, learn.yb), lambda t: t.detach().clone())
+    pred, yb = map_tensors((measured_pred(learn), learn.yb), lambda t: t.detach().clone())
     if isinstance(m, AvgMetric):
         warn_of_order(m.func)
         try:

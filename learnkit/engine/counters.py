@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from learnkit.core.batch import find_bs
+from learnkit.core.batch import count_samples
 from learnkit.core.errors import BatchError
 from learnkit.core.time import Time, count_multiples
 
@@ -133,7 +133,7 @@ def token_count(learn: Learner) -> int:
 def sample_count(learn: Learner) -> int:
     "Return the number of samples of a batch, or 0 if it is unknown."
     try:
-        return find_bs(learn.xb, learn.yb, learn.size_func)
+        return count_samples(learn)
     except BatchError:
         return 0
 

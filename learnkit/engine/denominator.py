@@ -8,9 +8,11 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from math import isclose, isnan
+from math import isclose, isnan, nan
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from learnkit.core.batch import find_bs, slice_batch, tensors_in
+from learnkit.core.batch import count_samples, find_bs, size_func_of, slice_batch, tensors_in
 from learnkit.core.errors import LossError, OptionError, did_you_mean
 from learnkit.core.model import (
     bare_model,
     copy_buffers,
     name_of,
+    preserved_attributes,
     restore_buffers,
     takes_batches,
 )
@@ -37,15 +40,29 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # torch's default `ignore_index`
 FEW = 256  # numbers that are counted faster in a list than by NumPy
+LEAST_COMPARED = 6  # samples of a batch whose terms are told apart from comparisons of samples
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
-# functions, and the `forward` of modules
-CLASS_LOSSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+# losses of torch by what they divide by: functions, and the `forward` of modules
+CLASS_LOSSES = [F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward]
+if hasattr(nn, 'LinearCrossEntropyLoss'):  # torch 2.13
+    CLASS_LOSSES.append(nn.LinearCrossEntropyLoss.forward)
+# means over the elements, or over vectors of one length
 ELEMENT_LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss, F.kl_div,
+    F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.gaussian_nll_loss, F.kl_div,
+    F.soft_margin_loss, F.multilabel_soft_margin_loss, F.hinge_embedding_loss,
+    F.margin_ranking_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
     nn.MSELoss.forward, nn.L1Loss.forward, nn.SmoothL1Loss.forward, nn.HuberLoss.forward,
     nn.BCELoss.forward, nn.BCEWithLogitsLoss.forward, nn.PoissonNLLLoss.forward,
-    nn.SoftMarginLoss.forward, nn.KLDivLoss.forward,
+    nn.GaussianNLLLoss.forward, nn.KLDivLoss.forward, nn.SoftMarginLoss.forward,
+    nn.MultiLabelSoftMarginLoss.forward, nn.HingeEmbeddingLoss.forward,
+    nn.MarginRankingLoss.forward, nn.TripletMarginLoss.forward,
+    nn.TripletMarginWithDistanceLoss.forward,
+)  # fmt: skip
+SAMPLE_LOSSES = (
+    F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss, F.ctc_loss,
+    nn.MultiMarginLoss.forward, nn.MultiLabelMarginLoss.forward, nn.CosineEmbeddingLoss.forward,
+    nn.CTCLoss.forward, nn.AdaptiveLogSoftmaxWithLoss.forward,
 )  # fmt: skip
 
 
@@ -116,7 +133,8 @@ class ClassTargets(Denominator):
 
     @property
     def ignore_index(self) -> int:
-        return int(getattr(self.options, 'ignore_index', IGNORED))
+        index = getattr(self.options, 'ignore_index', None)
+        return IGNORED if index is None else int(index)
 
     @override
     def count(self, yb: tuple[Any, ...]) -> Any:
@@ -143,7 +161,10 @@ class Unknown(Denominator):
     ) -> None:
         self.name = name
         self.has_warned = False
-        self.has_compared = False  # a batch of an evaluation was compared with its parts
+        self.has_compared_first = (
+            False  # the first batch of an evaluation was compared with its parts
+        )
+        self.has_compared = False  # the same for a batch, after one of another size
         self.sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 
     def warn(self, why: str) -> None:
@@ -190,7 +211,7 @@ def denominator_of(loss_func: Any) -> Denominator:
     is_weighted = isinstance(options, SimpleNamespace) and hasattr(options, 'weight')
     if computes in ELEMENT_LOSSES and not is_weighted:
         return Elements(options)
-    if type(loss_func).__module__.startswith('torch.nn'):
+    if computes in SAMPLE_LOSSES:
         return Samples()
     return Unknown(getattr(loss_func, '__name__', None) or type(loss_func).__name__)
 
@@ -244,12 +265,9 @@ class LossWeights:
             weight = denominator.count(yb)
         if weight is not None:
             return weight
-        n = find_bs(xb, yb, learn.size_func)
+        n = find_bs(xb, yb, size_func_of(learn))
         if isinstance(denominator, Unknown) and not learn.training:
-            denominator.sizes.add(n)
-            if len(denominator.sizes) > 1 and n > 1 and not denominator.has_compared:
-                denominator.has_compared = True
-                check_is_mean(learn, vars(learn).get('pred'))
+            check_evaluation(learn, denominator, n)
         return n
 
     def denominator(self, learn: Learner) -> Denominator:
@@ -274,10 +292,33 @@ def find_denominator(learn: Learner) -> Denominator:
     return Tokens(getattr(denominator, 'ignore_index', IGNORED))
 
 
+def check_evaluation(
+    learn: Learner,  # Learner with a batch of an evaluation
+    denominator: Unknown,
+    n: int,  # number of samples of the batch
+) -> None:
+    """Compare the first batch with its parts, and another batch after one of another size, once for a loss.
+
+    While all batches have one size, the mean of their losses is the only sensible value of a loss that compares
+    samples with each other. Then only means over samples with weights are warned of.
+    """
+    pred = vars(learn).get('pred')
+    denominator.sizes.add(n)
+    if n < 2 or denominator.has_warned:
+        return
+    if len(denominator.sizes) > 1:
+        if not denominator.has_compared:
+            denominator.has_compared = True
+            check_is_mean(learn, pred)
+    elif not denominator.has_compared_first and not learn.iter:
+        denominator.has_compared_first = check_is_mean(learn, pred, only_weights=True)
+
+
 def check_is_mean(
     learn: Learner,  # Learner with a batch
     pred: Any,  # predictions of the batch
-) -> None:
+    only_weights: bool = False,  # warn only of means over samples that have weights
+) -> bool:  # False if the loss has to be compared again, with other predictions
     """Compare the loss of a batch with the losses of two parts, if it is unknown what the loss averages over.
 
     Raises `LossError` for a sum over samples without an attribute `reduction = 'sum'`, and warns of any other loss
@@ -287,56 +328,149 @@ def check_is_mean(
     denominator = weights.denominator(learn)
     is_given = learn.weight_func is not None or learn.loss_func is None or weights.is_sum(learn)
     if is_given or not isinstance(denominator, Unknown) or weights.averages_samples:
-        return
-    compared = compare_parts(learn, pred)
-    if compared is None:
-        return
-    whole, (n_first, first), (n_second, second) = compared
-    mean = (n_first * first + n_second * second) / (n_first + n_second)
+        return True
+    whole, divisions = compare_parts(learn, pred)
     is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
     tolerance = 1e-2 if is_half else 1e-4
-    size = max(abs(first), abs(second))
-    if isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size):
-        return
-    if isclose(whole, first + second, rel_tol=1e-3):
-        raise LossError(
-            f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
-            "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
+    for (n_first, first), (n_second, second) in divisions:
+        mean = (n_first * first + n_second * second) / (n_first + n_second)
+        size = max(abs(first), abs(second))
+        if isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size):
+            continue
+        is_sum = isclose(whole, first + second, rel_tol=1e-3)
+        if only_weights:
+            has_weights = not is_sum and is_weighted_mean(learn, pred)
+            if not has_weights:
+                return has_weights is not None
+        if is_sum:
+            raise LossError(
+                f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
+                "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
+            )
+        denominator.warn_of_ignored(learn.yb)
+        denominator.warn(
+            f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts '
+            f'average to {mean:.6g}'
         )
-    denominator.warn_of_ignored(learn.yb)
-    denominator.warn(
-        f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts average to '
-        f'{mean:.6g}'
-    )
+        break
+    return True
+
+
+Part = tuple[int, float]  # number of samples and loss
 
 
 def compare_parts(
     learn: Learner, pred: Any
-) -> tuple[float, tuple[int, float], tuple[int, float]] | None:
-    "Return the loss of the batch, and the sizes and losses of two parts; None if the batch cannot be divided."
-    loss_func = learn.loss_func
-    buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
-    preds = tuple(pred) if isinstance(pred, (tuple, list)) else (pred,)
+) -> tuple[float, list[tuple[Part, Part]]]:  # loss of the batch, and the parts of each division
+    "Compute the loss of the batch and of two parts, once for a third and once for a single sample as one of them."
+    preds, yb = _as_tuple(pred), learn.yb
 
     def compute(preds: tuple[Any, ...], yb: tuple[Any, ...]) -> float:
-        with torch.no_grad(), preserved_rng(), preserved_generators(loss_func):
-            loss = loss_func(preds[0] if isinstance(pred, Tensor) else preds, *yb)
-        if isinstance(loss, Mapping):
-            loss = loss['loss'] if 'loss' in loss else sum(loss.values())
-        return float(loss)
+        return _compute_loss(learn.loss_func, _like(pred, preds), yb)
 
-    try:
-        n = find_bs(learn.xb, learn.yb, learn.size_func)
-        middle = n // 3 or n // 2
-        if not middle:
+    with preserved_loss(learn):
+        try:
+            n = count_samples(learn)
+            divisions = []
+            for k in sorted({n // 3 or n // 2, 1} - {0, n}, reverse=True):
+                parts = slice_batch(preds, yb, n, [slice(k), slice(k, n)])
+                first, second = (compute(*part) for part in parts)
+                divisions.append(((k, first), (n - k, second)))
+            return compute(preds, yb), divisions
+        except Exception:
+            return nan, []  # the loop raises the error of the loss function
+
+
+def is_weighted_mean(learn: Learner, pred: Any) -> bool | None:
+    """Return True if the loss is a mean over samples whose weights depend on the targets; None if that is not known.
+
+    In such a loss, masked for instance, the effects of changed predictions of two parts of the batch add up, and other
+    targets of the rest of the batch scale both alike. Neither is true for losses that compare samples with each other.
+    A loss with a state or random numbers differs when it is computed again.
+    """
+    with preserved_loss(learn):
+        try:
+            n = count_samples(learn)
+            if n < LEAST_COMPARED:
+                return None
+            found: list[bool] = []
+            for start in range(0, n, -(-n // 6)):
+                result = _compare_effects(learn, pred, n, start)
+                found += [] if result is None else [result]
+                if result is False or len(found) == 2:
+                    break
+        except Exception:
             return None
-        parts = slice_batch(preds, learn.yb, n, [slice(middle), slice(middle, n)])
-        first, second = (compute(*part) for part in parts)
-        return compute(preds, learn.yb), (middle, first), (n - middle, second)
-    except Exception:
-        return None  # the loop raises the error of the loss function
-    finally:
-        restore_buffers(buffers, skip_equal=True)
+    return all(found) if found else None
+
+
+def _compare_effects(
+    learn: Learner,
+    pred: Any,
+    n: int,  # number of samples
+    start: int,  # first sample of the first part
+) -> bool | None:
+    "Return `is_weighted_mean` by the effects of one change; None if the loss does not change enough."
+    k = (n - n // 4 - 1) // 2
+    rows = [*range(start, n), *range(start)]
+    first, second, rest = rows[:k], rows[k : 2 * k], rows[2 * k :]
+
+    def replace(samples: list[int]) -> list[int]:
+        "Return the samples of the batch, with the last one of the rest instead of these."
+        replaced = set(samples)
+        return [rest[-1] if i in replaced else i for i in range(n)]
+
+    orders = [replace(samples) for samples in ([], first, second, first + second)]
+    preds = [part for part, _ in slice_batch(_as_tuple(pred), (), n, orders)]
+    others = slice_batch(learn.yb, (), n, [replace(rest)])[0][0]
+
+    def compute(yb: tuple[Any, ...]) -> tuple[float, list[float]]:
+        "Return the loss, and the effects of the changed predictions."
+        whole, *changed = (_compute_loss(learn.loss_func, _like(pred, p), yb) for p in preds)
+        return whole, [loss - whole for loss in changed]
+
+    whole, (a, b, both) = compute(learn.yb)
+    noise = 1e-6 * abs(whole)
+    least = min(abs(a), abs(b))
+    if not least > 1e3 * noise:  # also if it is nan
+        return None
+    if not isclose(_compute_loss(learn.loss_func, pred, learn.yb), whole, rel_tol=1e-6):
+        return False
+    _, (other_a, other_b, _) = compute(others)
+    adds_up = isclose(a + b, both, rel_tol=0, abs_tol=1e-3 * least + noise)
+    scales = isclose(a * other_b, b * other_a, rel_tol=1e-2, abs_tol=noise * max(abs(a), abs(b)))
+    return adds_up and scales
+
+
+@contextmanager
+def preserved_loss(learn: Learner) -> Iterator[None]:
+    "Restore generators, and the buffers and attributes of the loss function, at the end of a context."
+    loss_func = learn.loss_func
+    buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
+    with preserved_attributes(loss_func), preserved_rng(), preserved_generators(loss_func):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')  # a part may be too small for the loss function
+                yield
+        finally:
+            restore_buffers(buffers, skip_equal=True)
+
+
+def _as_tuple(pred: Any) -> tuple[Any, ...]:
+    return tuple(pred) if isinstance(pred, (tuple, list)) else (pred,)
+
+
+def _like(pred: Any, preds: tuple[Any, ...]) -> Any:
+    "Return predictions in the form in which the loss function gets them."
+    return preds if isinstance(pred, (tuple, list)) else preds[0]
+
+
+@torch.no_grad()
+def _compute_loss(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> float:
+    loss = loss_func(pred, *yb)
+    if isinstance(loss, Mapping):
+        loss = loss['loss'] if 'loss' in loss else sum(loss.values())
+    return float(loss)
 
 
 def check_weight_func(weight_func: Any) -> Any:

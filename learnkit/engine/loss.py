@@ -77,6 +77,8 @@ def total_loss(
     parts: Any,  # dict of named scalar tensors
 ) -> Tensor:
     "Log the named parts of a loss, and return the part `loss`, or else the sum of all parts."
+    if isinstance(getattr(parts, 'loss', None), Tensor):  # of nn.AdaptiveLogSoftmaxWithLoss
+        return parts.loss
     is_dict = isinstance(parts, Mapping) and bool(parts)
     if not is_dict or not all(isinstance(part, Tensor) for part in parts.values()):
         name = getattr(learn.loss_func, '__name__', learn.loss_func)

@@ -14,6 +14,7 @@ from learnkit.engine.advice import Advice
 from learnkit.engine.counters import Counters
 from learnkit.engine.denominator import LossWeights
 from learnkit.engine.evaluation import EvaluationSchedule
+from learnkit.engine.lengths import Lengths
 from learnkit.engine.microbatch import Microbatches
 from learnkit.engine.own_loop import ClosureStep, OwnLoop
 from learnkit.engine.passes import TrainingPasses
@@ -45,6 +46,7 @@ class Parts:
     microbatches: Microbatches = field(default_factory=Microbatches)
     closure: ClosureStep = field(default_factory=ClosureStep)
     own_loop: OwnLoop = field(default_factory=OwnLoop)
+    lengths: Lengths = field(default_factory=Lengths)
     loss_weights: LossWeights = field(default_factory=LossWeights)
     advice: Advice = field(default_factory=Advice)
     strategy: Any = field(default_factory=SingleProcess)  # or SeveralProcesses

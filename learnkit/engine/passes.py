@@ -11,13 +11,14 @@ import torch
 from typing_extensions import override
 
 from learnkit.core.errors import EmptyLoaderError, add_place
-from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import epoch_length, n_batches
+from learnkit.data.dataloaders import n_batches
 from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
+from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import cover_params, warn_of_late_params
+from learnkit.engine.sizes import check_first_batch, set_size_func
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -48,20 +49,24 @@ class Source:
 
 def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
     "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
-    learn.n_iter, limit = epoch_length(learn.dls, learn.dl)
+    learn.n_iter, limit = epoch_length(learn, learn.dl)
     return count(first) if limit is None else range(first, limit)
 
 
 def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a loader, and count the training steps until the next one that is timed.
 
-    Raises `EmptyLoaderError` for a loader without batches, and warns of one that ends too early. If
-    the loader fails, its workers are ended.
+    Raises `EmptyLoaderError` for a loader without batches, and warns of a loader whose length is wrong.
+    If the loader fails, its workers are ended.
     """
     timings = learn.timings if learn.training else None
     learn.parts.advice.is_watching = True
+    is_known = False  # whether it is decided how samples are counted
     try:
         for batch in batches:
+            if not is_known:
+                check_first_batch(learn, batch)
+                is_known = set_size_func(learn, batch)
             yield batch
             if timings is not None:
                 timings.steps_left -= 1
@@ -78,7 +83,7 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def check_drawn(learn: Learner, n: int) -> None:
-    "Raise `EmptyLoaderError` if an exhausted loader gave no batch; warn if it gave fewer than its length."
+    "Raise `EmptyLoaderError` if an exhausted loader gave no batch; warn if its length is wrong."
     if not n:
         hint = ''
         if isinstance(learn.dl, Iterator):
@@ -86,12 +91,7 @@ def check_drawn(learn: Learner, n: int) -> None:
         raise EmptyLoaderError(
             f'The {learn.dl_name} loader ({type(learn.dl).__name__}) gave no batch.{hint}'
         )
-    if learn.n_iter is not None and n < learn.n_iter:
-        warn_user(
-            f'The {learn.dl_name} loader ended after {n} of its {learn.n_iter} batches. Its '
-            'length is wrong, or a StopIteration was raised inside the data set, which looks '
-            'like the end.'
-        )
+    learn.parts.lengths.check(learn, n)
 
 
 # -- iterations ------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ OWNER_TYPES = (
     L,
 )
 # parts of a Learner whose attributes are restored with it
-_PARTS = 'counters evaluations passes modes advice microbatches closure own_loop'.split()
+_PARTS = 'counters evaluations passes lengths modes advice microbatches closure own_loop'.split()
 _ATOMS = frozenset([type(None), bool, int, float, str])  # immutable types, which need no copy
 
 

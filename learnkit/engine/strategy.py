@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import count_samples, find_bs, microbatches
+from learnkit.core.batch import count_samples, describe, find_bs, microbatches, size_func_of
+from learnkit.core.errors import BatchError
 from learnkit.core.validation import warn_user
 from learnkit.distributed.comm import has_joined
 from learnkit.engine.resume import ResumeState
@@ -68,7 +69,14 @@ class SingleProcess:
 
     def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches of at most `size` samples."
-        return microbatches(xb, yb, size, find_bs(xb, yb, learn.size_func))
+        n = find_bs(xb, yb, size_func_of(learn))
+        if n > size and learn.batch_form is not None and learn.batch_form.size_func is not None:
+            raise BatchError(
+                f'The batch {describe((*xb, *yb))} has {n} samples, which are not along the first axis of the first '
+                'tensor: it cannot be split into microbatches. Let the loader give batches (B, T, ...), or accumulate '
+                'smaller ones with `GradientAccumulation`.'
+            )
+        return microbatches(xb, yb, size, n)
 
     def count_samples(self, learn: Learner) -> int:
         "Return the number of samples of the batch over all ranks."

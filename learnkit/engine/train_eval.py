@@ -172,8 +172,10 @@ class TrainEvalCallback(Callback):
     def after_batch(self) -> None:
         learn, counters = self.learn, self.learn.parts.counters
         learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch:
-            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+        # batches after the length of the loader, which is wrong then, do not count
+        if learn.n_iter and learn.n_epoch and learn.iter < learn.n_iter:
+            share = learn.pct_train + 1.0 / (learn.n_iter * learn.n_epoch)
+            learn.pct_train = min(share, 1.0)  # without a rounding error
         counters.batches += 1
         counters.samples += sample_count(learn)
         if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):

@@ -18,6 +18,7 @@ from learnkit.core.batch import (
     form_of,
     map_tensors,
     microbatches,
+    size_func_of,
     take_rows,
 )
 from learnkit.core.errors import LoaderError, OptionError
@@ -136,7 +137,7 @@ class Interpretation:
             start = 0
             for batch in self.dl:
                 xb, yb = form_of(self.learn.dls, 'valid').split(batch)
-                n = find_bs(xb, yb, self.learn.size_func)
+                n = find_bs(xb, yb, size_func_of(self.learn))
                 batch_positions = [i for i in positions if start <= i < start + n]
                 samples = microbatches(xb, yb, 1, n) if batch_positions else []
                 found |= {i: samples[i - start] for i in batch_positions}

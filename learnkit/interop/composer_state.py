@@ -17,7 +17,7 @@ from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.batch import to_device
 from learnkit.core.errors import did_you_mean
 from learnkit.core.model import model_device, takes_batches, whole_batch
-from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import sample_count
 from learnkit.interop.composer_time import ComposerTime
@@ -338,7 +338,7 @@ class ComposerState:
     def dataloader_len(self) -> ComposerTime | None:
         "Number of batches of the loader; None if unknown."
         dl = self.dataloader
-        n = None if dl is None else n_batches(dl)
+        n = None if dl is None else self._run.learn.parts.lengths.find(dl)
         if self._run.given_loader is not None and self._run.given_loader[2] is not None:
             n = int(self._run.given_loader[2])
         return None if n is None else self._make_time(n, 'ba')

@@ -254,7 +254,9 @@ class TrainerRun(Callback):
             return
         self.progress.is_in_step = True
         self.progress.has_stepped = False
-        n_left = self.n_iter - self.iter if self.n_iter else sys.maxsize
+        n_left = (self.n_iter or 0) - self.iter
+        if n_left <= 0:  # not known: no length, or the first epoch has more batches than the length
+            n_left = sys.maxsize
         self.progress.n_window = min(self.args.gradient_accumulation_steps, n_left)
         self._call('on_step_begin')
 
@@ -275,7 +277,7 @@ class TrainerRun(Callback):
         if 'loss_grad' in vars(self.learn):
             self._add_loss(self.learn.loss.detach() / self.progress.n_window)
         if self.progress.has_stepped:
-            self._end_step((self.iter + 1) / self.n_iter if self.n_iter else 0.0)
+            self._end_step(min(1.0, (self.iter + 1) / self.n_iter) if self.n_iter else 0.0)
         elif self.iter + 1 != self.n_iter:
             self._call('on_substep_end')
         return None

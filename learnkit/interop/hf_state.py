@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import batch_size_of, epoch_length, evaluation_loaders
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.budget import Budget
+from learnkit.engine.lengths import epoch_length
 from learnkit.interop.hooks import StandIn, batches_per_step
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def count_steps(
     if budget is not None:
         per_step = {'st': 1, 'ba': n_window}.get(budget.unit)
         return ceil(budget.value / per_step) if per_step else sys.maxsize
-    n, _ = epoch_length(learn.dls, learn.dls.train)
+    n, _ = epoch_length(learn, learn.dls.train)
     return ceil(n / n_window) * learn.n_epoch if n and learn.n_epoch else sys.maxsize
 
 

@@ -15,7 +15,6 @@ from typing_extensions import override
 from learnkit.callbacks.recorder import epoch_row, recorder_of
 from learnkit.core.errors import CallbackError
 from learnkit.core.model import bare_model, model_device, preserved_modes
-from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
@@ -99,7 +98,11 @@ class _FromKeras(Callback):
     def _set_model(self) -> None:
         learn = self.learn
         parts = {
-            'params': {'epochs': learn.n_epoch, 'steps': n_batches(learn.dls.train), 'verbose': 0},
+            'params': {
+                'epochs': learn.n_epoch,
+                'steps': learn.parts.lengths.find(learn.dls.train),
+                'verbose': 0,
+            },
             'model': ModelView(learn),
         }
         for name, value in parts.items():

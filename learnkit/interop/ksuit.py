@@ -24,7 +24,6 @@ from learnkit.core.errors import CallbackError, add_note, add_place
 from learnkit.core.model import model_device, preserved_modes
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
@@ -574,7 +573,7 @@ class _FromKsuit(Callback):
     def count_updates(self, n: int | None) -> int | None:
         "Return the number of steps in a fit of `n` batches, or None if unknown."
         per = batches_per_step(self.learn, self.batch_size)
-        size = n_batches(self.learn.dls.train)
+        size = self._epoch_length()
         if n is None or per == 1:
             return n
         if per is None or not size or (n >= size and size < per):
@@ -583,7 +582,10 @@ class _FromKsuit(Callback):
         return epochs * -(-size // per) + (-(-rest // per) if rest >= per else 0)
 
     def updates_per_epoch(self) -> int | None:
-        return self.count_updates(n_batches(self.learn.dls.train))
+        return self.count_updates(self._epoch_length())
+
+    def _epoch_length(self) -> int | None:
+        return self.learn.parts.lengths.find(self.learn.dls.train)
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from learnkit.core.errors import LoaderError, MetricError, did_you_mean
 from learnkit.core.files import atomic_write
 from learnkit.core.time import Time
-from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.budget import Budget
 from learnkit.interop.composer_state import log_as_named
 from learnkit.interop.hooks import send_to_loggers
@@ -80,7 +80,7 @@ class UpdateCounter:
             return Progress()
         end = start.epoch + learn.n_epoch
         per_epoch = self._adapter.updates_per_epoch()
-        n = n_batches(learn.dls.train)
+        n = learn.parts.lengths.find(learn.dls.train)
         return Progress(end, per_epoch and end * per_epoch, end * n * bs if n and bs else None)
 
     def _find_budget_end(self, total: Time) -> Progress:

@@ -181,11 +181,15 @@ class Trainer(View):
 
     @property
     def num_training_batches(self) -> float:
-        return _length(self.learn.dls.train)
+        return self._length(self.learn.dls.train)
 
     @property
     def num_val_batches(self) -> list[float]:
-        return [_length(dl) for _, dl in evaluation_loaders(self.learn.dls)]
+        return [self._length(dl) for _, dl in evaluation_loaders(self.learn.dls)]
+
+    def _length(self, dl: Any) -> float:
+        n = self.learn.parts.lengths.find(dl)
+        return math.inf if n is None else n
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -290,10 +294,6 @@ class Trainer(View):
             checkpoint['hyper_parameters'] = dict(module.hparams)
         self.run.fire('on_save_checkpoint', checkpoint)
         return checkpoint
-
-
-def _length(dl: Any) -> float:
-    return len(dl) if hasattr(dl, '__len__') else math.inf
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from learnkit.core.kinds import LOSS, METRIC, MODEL, explain_kind, find_kind
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.engine.denominator import denominator_of
-from learnkit.metrics.base import Mean, Metric, is_scalar, widen
+from learnkit.metrics.base import Mean, Metric, is_scalar, measured_pred, widen
 from learnkit.metrics.undefined import compute_or_nan
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class AvgMetric(Mean, Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        self.add(self.try_batch(learn.pred, learn.yb), self._weight(learn))
+        self.add(self.try_batch(measured_pred(learn), learn.yb), self._weight(learn))
 
     def _weight(self, learn: Learner) -> Any:
         count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
@@ -92,10 +92,11 @@ def warn_unless_mean(metric: AvgMetric, learn: Learner) -> None:
     if metric._count(learn.yb) is not None:
         return  # a loss with targets that do not count
     try:
-        half = len(learn.pred) // 2
+        pred = measured_pred(learn)
+        half = len(pred) // 2
         whole, *halves = (
             # copies, because the function may work in place
-            float(metric.func(*(t[part].detach().clone() for t in (learn.pred, *learn.yb))))
+            float(metric.func(*(t[part].detach().clone() for t in (pred, *learn.yb))))
             for part in (slice(2 * half), slice(half), slice(half, 2 * half))
         )
     except Exception:
@@ -173,7 +174,7 @@ class SumMetric(Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        sums = self.try_batch(learn.pred, learn.yb)
+        sums = self.try_batch(measured_pred(learn), learn.yb)
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
@@ -240,8 +241,9 @@ class TorchMetric(Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        _move_to_device_of(learn.pred, self.metric)
-        self._update(self.metric, learn.pred, learn.yb)
+        pred = measured_pred(learn)
+        _move_to_device_of(pred, self.metric)
+        self._update(self.metric, pred, learn.yb)
         self._updates += 1
 
     def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:

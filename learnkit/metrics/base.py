@@ -12,6 +12,7 @@ from fastcore.basics import class2attr
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.core.activation import find_scores
 from learnkit.core.batch import describe
 from learnkit.core.device import has_streams
 from learnkit.core.errors import MetricError
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 SEND_EVERY = 64  # losses per copy to the host
+
+
+def measured_pred(learn: Learner) -> Any:
+    "Return what metrics are computed from: the predictions, or the scores that the loss computes from features."
+    return find_scores(getattr(learn, 'loss_func', None), learn.pred)
 
 
 class Metric(Accumulates):

@@ -16,7 +16,7 @@ from learnkit.core.errors import MetricError
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import as_plain_value, batch_weight, check_on, measuring
-from learnkit.metrics.base import Mean, Metric, flatten_pair
+from learnkit.metrics.base import Mean, Metric, flatten_pair, measured_pred
 from learnkit.metrics.merge import interleave
 from learnkit.metrics.undefined import compute_or_nan
 
@@ -50,7 +50,7 @@ class KeptMetric(Metric):
 
     @override
     def accumulate(self, learn: Learner) -> None:
-        self.waiting.append(self._prepare(learn.pred, learn.yb))
+        self.waiting.append(self._prepare(measured_pred(learn), learn.yb))
 
     def _prepare(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         with measuring(self.name, pred, yb):

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of batches in the epochs of a Learner's loaders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from learnkit.core.validation import warn_user
+from learnkit.data.dataloaders import evaluation_loaders, n_batches
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
+
+
+class Lengths:
+    """Lengths of loaders, corrected where a loader gives more or fewer batches than its `len()`.
+
+    The length of a loader is its `len()`. If a complete pass had another number of batches, that number is its length
+    from the next pass on, until `len()` changes. Checkpointed: the number of the training loader.
+
+    >>> lengths, loader = Lengths(), [1, 2, 3]
+    >>> lengths.correct(loader, 5)
+    >>> lengths.find(loader), lengths.find([1, 2, 3])
+    (5, 3)
+    """
+
+    def __init__(self) -> None:
+        # `len()` of a loader and the batches of its last pass, by the loader's `id`: nothing is kept alive
+        self._corrections: dict[int, tuple[int, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        "Return the attributes without the corrections: a copy has other loaders."
+        return {'_corrections': {}}
+
+    def find(self, dl: Any) -> int | None:
+        "Return the number of batches of a loader, or None if it is unknown."
+        n = n_batches(dl)
+        said, given = self._corrections.get(id(dl), (n, n))
+        return given if said == n else n
+
+    def correct(
+        self,
+        dl: Any,
+        given: int | None,  # batches of a complete pass; None: only `len()` is known
+    ) -> None:
+        "Set the number of batches that a loader with a length has given."
+        said = n_batches(dl)
+        self._corrections.pop(id(dl), None)
+        if said is not None and given is not None and given != said:
+            self._corrections[id(dl)] = said, given
+
+    def correction(self, dl: Any) -> int | None:
+        "Return the number of batches of a loader if it differs from its `len()`, else None."
+        n = self.find(dl)
+        return None if n == n_batches(dl) else n
+
+    def check(
+        self,
+        learn: Learner,
+        n: int,  # batches of a complete pass over `learn.dl`
+    ) -> None:
+        "Correct the length of the current loader, and warn if its number of batches is a surprise."
+        dl = learn.dl
+        said, expected = n_batches(dl), self.find(dl)
+        own = [learn.dls.train, *(loader for _, loader in evaluation_loaders(learn.dls))]
+        if any(dl is loader for loader in own):
+            self.correct(dl, n)
+        if said is None or n in (said, expected):
+            return
+        what = f'The {learn.dl_name} loader ({type(dl).__name__})'
+        if n < said:
+            warn_user(
+                f'{what} ended after {n} of its {said} batches. Its length is wrong, or a StopIteration was raised '
+                'inside the data set, which looks like the end.'
+            )
+        else:
+            warn_user(
+                f'{what} gave {n} batches, and its length is {said}. Schedules stood still after batch {said}; from '
+                f'the next epoch on they expect {n} batches. Correct its `__len__`, or remove it.'
+            )
+
+
+def epoch_length(learn: Learner, dl: Any) -> tuple[int | None, int | None]:
+    "Return the number of batches in an epoch of `dl`, or None, and the limit `n_iter` on it, or None."
+    n = learn.parts.lengths.find(dl)
+    limit = getattr(learn.dls, 'n_iter', None) if n is None and dl is learn.dls.train else None
+    return (limit if n is None else n), limit

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First batch of a loader: what it consists of, and the axis along which it has its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import default_collate
+
+from learnkit.core.batch import describe, first_array
+from learnkit.core.errors import BatchError
+from learnkit.core.validation import warn_user
+from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
+
+
+def count_second_axis(xb: Any, yb: Any) -> int:
+    "Return the length of the second axis of the first tensor, (T, B, ...)."
+    return int(first_array(xb).shape[1])
+
+
+def count_targets(xb: Any, yb: Any) -> int:
+    "Return the number of rows of the first target, (B, ...)."
+    return int(first_array(yb).shape[0])
+
+
+def check_first_batch(
+    learn: Learner,
+    batch: Any,  # first batch of `learn.dl`
+) -> None:
+    "Raise `BatchError` for a batch with its number and the number of its loader, as Lightning's loaders give it."
+    is_triple = type(batch) is tuple and len(batch) == 3
+    if not is_triple or type(batch[1]) is not int or type(batch[2]) is not int:
+        return
+    raise BatchError(
+        f'The {learn.dl_name} loader ({type(learn.dl).__name__}) gives {describe(batch)}: a batch with its number and '
+        'the number of its loader. Pass an object that gives the batches alone, whose `__iter__` returns '
+        '`(batch for batch, _, _ in loader)`.'
+    )
+
+
+def set_size_func(
+    learn: Learner,
+    batch: Any,  # batch of `learn.dl`, one of the first
+) -> bool:  # False if the next batch is needed to decide
+    """Decide how the samples of the current loader's batches are counted, from its first batch.
+
+    The first axis of the first tensor counts them, or its second axis if that has the loader's batch size or one
+    entry for each of the targets, or else the targets if these have the loader's batch size.
+    """
+    if learn.size_func is not None or _stacks_samples(learn.dl) or learn.batch_form is None:
+        return True
+    try:
+        xb, yb = learn.batch_form.split(batch, learn.phase == 'predict')
+    except Exception:
+        return True  # the loop raises it
+    x = first_array(xb)
+    if x is None:
+        return True
+    if x.shape[:1] == x.shape[1:2]:
+        return False
+    func = find_size_func(x, first_array(yb), expected_size(learn.dl))
+    if func is not None:
+        learn.batch_form = replace(learn.batch_form, size_func=func)
+    elif not learn.parts.advice.has_checked_size:
+        _warn_of_doubt(learn, xb, yb)
+    return True
+
+
+def find_size_func(
+    x: Any,  # first array of the inputs
+    y: Any,  # first array of the targets, or None
+    bs: int | None,  # expected number of samples, or None
+) -> Callable[[Any, Any], int] | None:
+    """Return the function that counts the samples of a loader's batches, or None for the first axis of the inputs.
+
+    >>> import torch
+    >>> x = torch.zeros(7, 4, 3)
+    >>> [find_size_func(x, torch.zeros(n), None) for n in (7, 28)]
+    [None, None]
+    >>> find_size_func(x, torch.zeros(4), None) is find_size_func(x, torch.zeros(7, 4), 4) is count_second_axis
+    True
+    >>> find_size_func(torch.zeros(28), torch.zeros(4), 4) is count_targets
+    True
+    """
+    rows, *others = x.shape
+    second = others[0] if others else None
+    targets = [] if y is None else list(y.shape)
+    if targets[:1] == [rows] and targets[1:2] != [second]:
+        return None  # one target, or row of targets, for each row
+    if targets == [second] and x.ndim < 4:
+        return count_second_axis
+    if bs is None or rows == bs:
+        return None
+    if second == bs:
+        return count_second_axis
+    return count_targets if targets[:1] == [bs] else None
+
+
+def expected_size(dl: Any) -> int | None:
+    "Return the number of samples of a loader's first batch, or None if it is unknown."
+    bs = batch_size_of(dl)
+    if bs is None:
+        bs = batch_size_of(getattr(dl, 'batch_sampler', None))
+    n = n_batches(getattr(dl, 'dataset', None))
+    return bs if bs is None or n is None else min(bs, n)
+
+
+def _stacks_samples(dl: Any) -> bool:
+    "Return True for loaders that always have the samples along the first axis."
+    return isinstance(dl, TensorLoader) or getattr(dl, 'collate_fn', None) is default_collate
+
+
+def _warn_of_doubt(learn: Learner, xb: Any, yb: Any) -> None:
+    "Warn once if the targets look as if the batch had another number of samples."
+    x, y = first_array(xb), first_array(yb)
+    if y is None or y.shape[0] == x.shape[0] or expected_size(learn.dl) == x.shape[0]:
+        return
+    if x.ndim == 4:  # images, with any number of boxes for instance
+        return
+    is_second = y.shape[0] in x.shape[1:2]
+    if not is_second and not (y.ndim == 1 and y.shape[0] < x.shape[0]):
+        return
+    learn.parts.advice.has_checked_size = True
+    warn_user(
+        f'A batch of the {learn.dl_name} loader, {describe((*xb, *yb))}, has {x.shape[0]} samples by its first tensor '
+        f'and {y.shape[0]} by its targets: {x.shape[0]} is assumed. Pass `Learner(size_func=f)`, where f(xb, yb) '
+        'returns the number of samples.'
+    )
