@@ -67,7 +67,7 @@ _ROWS = (
         'optimizers',
         'Optimizers',
         'Optimizers by the names of fastai, and parameter groups. Every class of torch.optim can be used as it is.',
-        'optim.optimizers optim.wrapper optim.hyperparams',
+        'optim.optimizers optim.wrapper optim.hyperparams core.roles',
     ),
     (
         'data',

@@ -12,12 +12,12 @@ import pytest
 # installed by `.[dev]`: with LEARNKIT_ALL_LIBRARIES in the environment a test that misses one fails
 DEV = set(
     """IPython PIL cloudpickle datasets furo gymnasium huggingface_hub ipykernel jupyter_client jupyterlab matplotlib
-    mlflow myst_nb nbclient nbconvert nbformat onnx onnxruntime onnxscript opacus optuna pandas peft playwright psutil
+    mlflow myst_nb nbclient nbconvert nbformat onnx onnxruntime onnxscript optuna pandas peft playwright psutil
     pytorch_optimizer schedulefree scipy setuptools sklearn sphinx tensorboard torchdata torchmetrics transformers
     wandb""".split()
 )
 OTHER = set(
-    'accelerate fastai flask moto ray resource s3fs'.split()
+    'accelerate fastai flask moto opacus ray resource s3fs'.split()
 )  # `resource` is Python's, on Unix alone
 
 
