@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from learnkit.core.validation import warn_user
@@ -25,8 +27,8 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        # `len()` of a loader and the batches of its last pass, by the loader's `id`: nothing is kept alive
-        self._corrections: dict[int, tuple[int, int]] = {}
+        # a reference to a loader, weak if possible, its `len()`, and the batches of its last pass, by the loader's `id`
+        self._corrections: dict[int, tuple[Callable[[], Any], int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the corrections: a copy has other loaders."
@@ -35,8 +37,11 @@ class Lengths:
     def find(self, dl: Any) -> int | None:
         "Return the number of batches of a loader, or None if it is unknown."
         n = n_batches(dl)
-        said, given = self._corrections.get(id(dl), (n, n))
-        return given if said == n else n
+        refer, said, given = self._corrections.get(id(dl), (None, n, n))
+        is_known = (
+            refer is not None and refer() is dl
+        )  # another loader may have the same `id` later
+        return given if is_known and said == n else n
 
     def correct(
         self,
@@ -47,7 +52,7 @@ class Lengths:
         said = n_batches(dl)
         self._corrections.pop(id(dl), None)
         if said is not None and given is not None and given != said:
-            self._corrections[id(dl)] = said, given
+            self._corrections[id(dl)] = refer_to(dl), said, given
 
     def correction(self, dl: Any) -> int | None:
         "Return the number of batches of a loader if it differs from its `len()`, else None."
@@ -78,6 +83,14 @@ class Lengths:
                 f'{what} gave {n} batches, and its length is {said}. Schedules stood still after batch {said}; from '
                 f'the next epoch on they expect {n} batches. Correct its `__len__`, or remove it.'
             )
+
+
+def refer_to(o: Any) -> Callable[[], Any]:
+    "Return a weak reference to an object, or a strong one for a type without weak references, such as a list."
+    try:
+        return weakref.ref(o)
+    except TypeError:
+        return lambda: o
 
 
 def epoch_length(learn: Learner, dl: Any) -> tuple[int | None, int | None]:

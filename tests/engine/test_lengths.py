@@ -268,3 +268,18 @@ def test_a_loader_without_a_length_has_no_correction() -> None:
     assert lengths.find(train) == lengths.correction(train) == 3
     lengths.correct(train, None)
     assert lengths.correction(train) is None
+
+
+def test_the_length_of_a_loader_is_not_taken_from_one_that_is_gone() -> None:
+    lengths = Lengths()
+    for _ in range(50):  # a new loader often gets the memory of the last one
+        loader = Wrong()
+        assert lengths.find(loader) == 3
+        lengths.correct(loader, 5)
+        assert lengths.find(loader) == 5
+        del loader
+
+
+class Wrong:
+    def __len__(self) -> int:
+        return 3
