@@ -313,6 +313,7 @@ class SaveModelCallback(TrackerCallback):
     """
 
     order = TrackerCallback.order + 1
+    writes_files = True
 
     def __init__(
         self,
@@ -417,6 +418,10 @@ class SaveModelCallback(TrackerCallback):
         "Return the best value, and whether the file has the best weights."
         sd = super().state_dict()
         return {**sd, 'has_best': self._has_best, 'compared': self._has_compared}
+
+    def state_without_files(self) -> dict[str, Any]:
+        "Return the state for a branch of a run, whose file of best weights belongs to the run."
+        return {'best': self._worst, 'new_best': False, 'has_best': False, 'compared': False}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def first_difference(
     environment = _compare_environments(*runs)
     if environment:
         return Difference(runs[0].first, '', '', environment[0], environment)
-    losses = [run.read_losses() for run in runs]
+    losses = [run.read_record().losses for run in runs]
     first = _find_first_loss(losses[0], losses[1], atol)
     if first is None:
         return None

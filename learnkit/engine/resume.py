@@ -87,6 +87,23 @@ def find_checkpoint_folder(learn: Learner) -> Path:
     return next(iter(list_checkpoint_folders(learn)), learn.path / 'checkpoints')
 
 
+def check_rewound(learn: Learner, resume: Any) -> None:
+    """Raise `CheckpointError` for a fit that would mix a new run with the run that the Learner was rewound to.
+
+    A fit that resumes has its state from the checkpoint, and is checked no more."""
+    folder = learn.parts.rewound
+    if folder is None:
+        return
+    if resume is not None and resume is not False:
+        learn.parts.rewound = None
+        return
+    if folder in [place.absolute() for place in list_checkpoint_folders(learn)]:
+        raise CheckpointError(
+            f'This Learner is in the middle of the run in {folder}, where `rewind` has put it, and a new fit would '
+            'write into this run: pass `resume=moment`, which trains on in a folder of its own, or set `learn.path`.'
+        )
+
+
 def checkpoint_point(learn: Learner) -> str:
     "Return the point of the checkpoint event that is running, 'batch', 'epoch' or 'iteration', or ''."
     for _, event in list_running(learn):
