@@ -60,7 +60,7 @@ class StopBefore(Callback):
         self.first_batch: str | None = None  # digest of the first batch of this fit
         self.ended_at = 0  # number of the batch before which the fit has ended
         self.n_epoch: int | None = None  # length of the fit
-        self.loss_func: Any = None  # loss function at the end of the fit
+        self.loss_funcs: tuple[Any, Any] = None, None  # at the start and at the end of the fit
         self.losses: dict[int, float] = {}  # by the number of the batch
         self.drawn: dict[str, Any] = {}  # the next batch; empty at the end of the run
         self.held: list[Any] = []  # callbacks that are switched off from the time on
@@ -113,7 +113,7 @@ class StopBefore(Callback):
     def _leave(self) -> None:
         "End the fit without any further event but `cleanup`."
         self.ended_at = self.learn.parts.counters.batches
-        self.loss_func = self.learn.loss_func
+        self.loss_funcs = self.loss_funcs[0], self.learn.loss_func
         self.held = self.learn.parts.callbacks.hold(self.learn.cbs)
         raise CancelFitException
 
@@ -139,7 +139,7 @@ def travel(
         if stop.held:
             raise _Arrived
 
-    loss_func = learn.loss_func
+    stop.loss_funcs = learn.loss_func, None
     with silenced(learn), learn.added_cbs([*cbs, stop]), suppress(_Arrived):
         try:
             with patch.object(learn, 'fit', fit_and_leave):
@@ -147,9 +147,10 @@ def travel(
         finally:
             learn.parts.callbacks.release(stop.held)
             # a callback's own loss function, such as that of fastai's MixUp, is set again by each training
-            is_of_callback = getattr(stop.loss_func, '__self__', None) in learn.cbs
-            is_kept = stop.held and not is_of_callback
-            learn.loss_func = stop.loss_func if is_kept else loss_func
+            before, now = stop.loss_funcs
+            owner = getattr(now, '__self__', None)
+            is_kept = stop.held and all(owner is not cb for cb in learn.cbs)
+            learn.loss_func = now if is_kept else before
 
 
 class Moment:
@@ -178,6 +179,7 @@ class Moment:
         self.batch, self.xb, self.yb = (stop.drawn[name] for name in ('batch', 'xb', 'yb'))
         self.indices: list[Any] | None = stop.drawn['indices']
         self._digest = digest(self.batch)
+        self._first_loss_func = stop.loss_funcs[0]
         self._fit = fit
         self._state = stop.state
         self._outside = outside
@@ -358,6 +360,8 @@ class Moment:
 
         It is restored also where no checkpoint holds its state: attributes of the model and of callbacks."""
         with restored(self.learn):
+            if resume is not self._state:  # a callback may have changed it on the way
+                self.learn.loss_func = self._first_loss_func
             travel(self.learn, stop, self._fit, resume, cbs)
         if resume is self._state and stop.first_batch != self._digest:
             refuse([f'batch {self.ba} is not the same batch again'], self._exact)

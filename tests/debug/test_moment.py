@@ -75,6 +75,7 @@ def test_three_looks_at_each_moment(name: str, tmp_path: Path) -> None:
         moment.step(lr=1.0)
         moment.step(without=[0])
         assert moment.play(2)[0] == after.losses[ba]
+        moment.layers()
         assert moment.step() == after.losses[ba] and describe(again) == after.digests[ba]
 
 
