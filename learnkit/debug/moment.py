@@ -311,7 +311,7 @@ class Moment:
         The share is the norm of a sample's gradient over the sum of these norms. The samples are as the callbacks have
         made them before the forward pass. Each goes through the model alone, in evaluation mode: by `torch.func` where
         the model allows it, otherwise one after the other. The Learner is not changed. Raises `LossError` for a batch
-        without a loss, and `OptionError` for a Learner with its own `train_batch`."""
+        without a loss of single samples, and `OptionError` for a Learner with its own `train_batch`."""
         if {'train_batch', '_do_one_batch'} & {*list_overrides(self.learn)}:
             raise OptionError(
                 f'samples(): {type(self.learn).__name__} trains on batches in its own way, which has no loss of one '

@@ -11,15 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import Entry, entries, has_own_files
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.model import preserved_modes
+from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, Timestamp
 from learnkit.core.validation import warn_user
 from learnkit.debug.moment import Fit, Moment, StopBefore, travel
@@ -180,6 +185,11 @@ def rewind(
         raise CheckpointError(
             f'The run has no checkpoint before {until}, and this Learner has trained: make it as for training.'
         )
+    if origin is None and any(is_lazy(t) for t in learn.model.parameters()):
+        raise CheckpointError(
+            f'The run has no checkpoint before {until}, and lazy layers have no weights yet to which a look could '
+            f'return: rewind to batch {run.find_after(None).info["ba"]} or a later one.'
+        )
     refuse(find_inexact(learn, run, origin), exact)
     record = _read_comparable(learn, run)
     length = run.find_after(origin).info['n_epoch']
@@ -235,6 +245,7 @@ def _go(
         learn.parts.rewound = run.folder.absolute()
     if not stop.drawn:
         raise CheckpointError(f'The run ends before {until}: there is no such batch.')
+    _run_lazy_layers(learn, stop.drawn['xb'])
 
     def find_before(ba: int) -> Any:
         "Return where to resume to come to a batch: a checkpoint, the start of the run, or None."
@@ -244,6 +255,16 @@ def _go(
         return _read_checkpoint(learn, run, before)[0]
 
     return Moment(learn, fit, stop, outside, find_before, record, exact)
+
+
+def _run_lazy_layers(learn: Learner, xb: tuple[Any, ...]) -> None:
+    "Let lazy layers that have not run yet become ordinary ones: a look could not undo it."
+    if not any(isinstance(m, LazyModuleMixin) for m in learn.model.modules()):
+        return
+    given = patch.object(learn, 'xb', xb)
+    with preserved_modes(learn.model), preserved_rng(), torch.no_grad(), given:
+        learn.model.eval()
+        learn.seams.model(learn)
 
 
 def _read_checkpoint(

@@ -105,6 +105,12 @@ def measure_samples(
 
     Each sample goes through the model alone, in evaluation mode: BatchNorm uses its running statistics."""
     xb, yb = learn.xb, learn.yb
+    owner = getattr(learn.loss_func, '__self__', None)
+    if any(owner is cb for cb in learn.cbs):
+        raise LossError(
+            f'samples(): {type(owner).__name__} computes the loss of the whole batch at once, and not of one sample. '
+            '`moment.step(without=[i])` leaves samples out.'
+        )
     loss = _Loss(learn)
     params = {name: p for name, p in loss.named_parameters() if p.requires_grad}
     contexts = learn.contexts('forward')

@@ -184,6 +184,20 @@ def test_lost_state_is_refused_before_the_first_checkpoint_too(tmp_path: Path) -
             make_counting(tmp_path).rewind(ba)
 
 
+def test_lazy_layers_before_the_first_checkpoint_are_refused(tmp_path: Path) -> None:
+    def make_lazy() -> Learner:
+        learn = make(tmp_path)
+        torch.manual_seed(0)
+        learn.model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 1))
+        return learn
+
+    losses = train(make_lazy())
+    with pytest.raises(CheckpointError, match='rewind to batch 5 or a later one'):
+        make_lazy().rewind(3)
+    moment = make_lazy().rewind(5)
+    assert [moment.step() for _ in range(3)] == [losses[5]] * 3
+
+
 def test_an_evaluation_in_a_callback_loses_nothing(tmp_path: Path) -> None:
     def evaluate(cb: Any) -> None:
         if cb.learn.training and cb.learn.train_iter == 2:

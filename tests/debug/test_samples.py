@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, CutMix, DataLoaders, Learner, MixUp
+from learnkit.core.errors import LossError
 from learnkit.debug import samples
 from learnkit.debug.samples import measure_samples
 
@@ -117,6 +118,29 @@ def test_blended_samples(blend: type[Any], vectorized: bool) -> None:
         learn.fit(1, cbs=Callback(before_batch=look, order=1000))
     losses = [row['loss'] for row in sorted(rows, key=lambda row: row['position'])]
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class BatchLoss(Callback):
+    "Callback whose method is the loss function, as of fastai's MixUp."
+
+    run_valid = False
+
+    def before_train(self) -> None:
+        self.learn.loss_func = self.compute
+
+    def after_train(self) -> None:
+        self.learn.loss_func = nn.CrossEntropyLoss()
+
+    def compute(self, pred: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(pred, y.flip(0))
+
+
+def test_a_loss_of_the_whole_batch_is_refused() -> None:
+    look = Callback(before_batch=lambda cb: measure_samples(cb.learn))
+    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    learn = Learner(DataLoaders([(X, Y)]), model, loss, cbs=[BatchLoss(), look])
+    with learn.no_bar(), pytest.raises(LossError, match='BatchLoss computes the loss of the whole'):
+        learn.fit(1)
 
 
 class Counting(nn.Linear):
