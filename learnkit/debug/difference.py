@@ -464,7 +464,7 @@ def _read_optimizer(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any
     return found
 
 
-class NoteStates(Callback):
+class _NoteStates(Callback):
     "Note the state before some batches."
 
     runs_first = ('before_batch',)
@@ -519,7 +519,7 @@ def _narrow(moments: list[Moment], low: int, end: int, atol: float) -> int:
     "Return the number of the last batch before which both runs are equal, by comparing at some batches at a time."
     while end - low > 1:
         points = range(low, end, max(1, (end - low) // _POINTS))
-        noted = [NoteStates(points, atol > 0) for _ in moments]
+        noted = [_NoteStates(points, atol > 0) for _ in moments]
         for moment, note in zip(moments, noted, strict=True):
             with _naming_run(moment.learn):
                 moment.observe(end - moment.ba, [note])
