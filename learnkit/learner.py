@@ -1028,7 +1028,7 @@ class Learner(Loop):
 
         Make the Learner as for training, with its callbacks. It trains from the nearest earlier checkpoint up to the
         batch, without loggers, checkpoints, rows and bars. `moment.batch` is the batch, `moment.indices` its samples in
-        the data set. `moment.step()` takes the step, `moment.step(lr=, without=, cbs=)` another one.
+        the data set. `moment.step()` repeats the step, `moment.step(lr=, without=, cbs=)` takes a different one.
         `moment.samples()` lists the samples with their losses. `learn.fit(n, resume=moment)` trains on from there as a
         branch, in its own folder.
 

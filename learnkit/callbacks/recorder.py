@@ -570,7 +570,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'n_fits': self.n_fits,
             'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
-            'skipped': list(self._skipped),
+            'skipped': torch.tensor(self._skipped, dtype=torch.int64),
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
             'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
@@ -598,7 +598,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
-        self._skipped = list(sd.get('skipped', ()))
+        # checkpoints of older versions do not have it
+        self._skipped = sd['skipped'].tolist() if 'skipped' in sd else []
         # outside a fit: the measurements of the last fit
         self._metrics_by_depth[1].load_state_dict(sd['open'])
         if getattr(self.learn, 'fitting', False):

@@ -347,6 +347,8 @@ def _are_close(x: Any, y: Any, atol: float) -> bool:
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             return False
         return torch.allclose(x.double(), y.double(), rtol=0, atol=atol, equal_nan=True)
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return False
     if isinstance(x, float) and isinstance(y, float):
         return x == y or abs(x - y) <= atol or (x != x and y != y)
     return bool(x == y)
@@ -488,6 +490,8 @@ def _repeat(
     """Return the first difference that is made from batch `low` on, or None if none is made again.
 
     The generators are preserved: a run without a checkpoint before the batch begins as its Learner was made."""
+    if low >= symptom.end:  # it was made in an earlier fit
+        return None
     moments = []
     for learn in learners:
         with preserved_rng(), _naming_run(learn):

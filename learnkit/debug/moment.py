@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -158,8 +159,8 @@ class Moment:
 
     `batch`, `xb`, `yb` are the batch as the loader gave it, before callbacks change it; `indices` are the positions of
     its samples in the data set, or None if they are unknown. Each look (`step`, `play`, `samples`, `layers`) starts
-    from this moment again, and must find the batch and the recorded loss of it: otherwise it raises `CheckpointError`,
-    or warns if the moment is of `rewind(exact=False)`.
+    from this moment again, and must find the same batch and its recorded loss. Otherwise it raises `CheckpointError`,
+    or warns if the moment was made with `rewind(exact=False)`. Changes are passed as arguments: `step(cbs=...)`.
     """
 
     def __init__(
@@ -233,16 +234,17 @@ class Moment:
 
     def _find_positions(self, positions: Iterable[int], indices: Iterable[Any]) -> set[int]:
         "Return the positions of samples in the batch; raise `OptionError` for a sample that is not there."
-        found, indices = set(positions), [*indices]
-        if not found and not indices:
-            return found
+        given, indices = [*positions], [*indices]
+        if not given and not indices:
+            return set()
         n = find_bs(self.xb, self.yb, self.learn.size_func)
-        odd = [i for i in found if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n]
+        odd = [i for i in given if not _is_position(i, n)]
         if odd:
             raise OptionError(
                 f'without={odd}: give positions in the batch, from 0 to {n - 1}. Indices in the data set are given by '
                 '`without_indices=`.'
             )
+        found = set(map(index, given))
         if indices and self.indices is None:
             raise OptionError(
                 'without_indices=: the indices of this batch are not known. Give positions by `without=`.'
@@ -253,7 +255,7 @@ class Moment:
             raise OptionError(
                 f'without_indices={missing}: these samples are not in the batch. `moment.indices` lists its samples.'
             )
-        return found | {position for position, index in enumerate(own) if index in indices}
+        return found | {position for position, i in enumerate(own) if i in indices}
 
     def _play(self, n: int, changes: list[Callback]) -> dict[int, float]:
         "Train some batches, and return their losses; compare them if nothing is changed."
@@ -379,6 +381,13 @@ class _MeasureSamples(StopBefore):
     def before_batch(self) -> None:
         self.rows = measure_samples(self.learn)
         super().before_batch()
+
+
+def _is_position(i: Any, n: int) -> bool:
+    "Return True for a whole number, also of NumPy or torch, from 0 to below n."
+    with suppress(TypeError):
+        return not isinstance(i, bool) and 0 <= index(i) < n
+    return False
 
 
 def _rate_callback(lr: float) -> Callback:

@@ -55,7 +55,8 @@ def read_record(
 ) -> Record:
     "Return the losses in a Recorder's state; the record is empty if they cannot be assigned to batches."
     losses = recorder.get('smooth_loss', {}).get('raw', ())
-    skipped = set(recorder.get('skipped', ()))
+    # checkpoints of older versions do not have it
+    skipped = set(recorder['skipped'].tolist()) if 'skipped' in recorder else set()
     numbers = [i for i in range(n) if i not in skipped]
     if not len(losses) or len(losses) != len(numbers):
         return Record()

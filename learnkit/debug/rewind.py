@@ -144,7 +144,7 @@ def find_spike(losses: Mapping[int, float]) -> Time:
 def find_inexact(learn: Learner, run: RecordedRun, origin: Entry | None) -> list[str]:
     """Return why a run cannot be repeated from a checkpoint, as far as it is known before.
 
-    Without a checkpoint, each look still starts from a state that a checkpoint would hold."""
+    Without a checkpoint before the batch, each look starts from the state that a checkpoint would hold there."""
     reasons = run.lost if origin is None else list(origin.info['lost'])
     version = str(torch.__version__)
     used = (run.find_after(None) if origin is None else origin).info['torch']
@@ -232,7 +232,7 @@ def _go(
     record: Record | None,
     exact: bool,
 ) -> Moment:
-    "Train from the checkpoint up to the batch, and stay there."
+    "Train from the checkpoint up to the batch."
     resume, saved = None, dict[str, Any]()
     if origin is not None:
         resume, saved = _read_checkpoint(learn, run, origin)

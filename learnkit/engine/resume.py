@@ -88,9 +88,9 @@ def find_checkpoint_folder(learn: Learner) -> Path:
 
 
 def check_rewound(learn: Learner, resume: Any) -> None:
-    """Raise `CheckpointError` for a fit that would mix a new run with the run that the Learner was rewound to.
+    """Raise `CheckpointError` for a new fit that would write into the folder of the run that was rewound.
 
-    A fit that resumes has its state from the checkpoint, and is checked no more."""
+    A fit that resumes replaces the state that `rewind` has set, and ends the check."""
     folder = learn.parts.rewound
     if folder is None:
         return
@@ -99,8 +99,8 @@ def check_rewound(learn: Learner, resume: Any) -> None:
         return
     if folder in [place.absolute() for place in list_checkpoint_folders(learn)]:
         raise CheckpointError(
-            f'This Learner is in the middle of the run in {folder}, where `rewind` has put it, and a new fit would '
-            'write into this run: pass `resume=moment`, which trains on in a folder of its own, or set `learn.path`.'
+            f'`rewind` has put this Learner into the middle of the run in {folder}, and a new fit would write there: '
+            'pass `resume=moment` to continue in a separate folder, or set `learn.path`.'
         )
 
 

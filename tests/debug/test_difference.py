@@ -368,6 +368,19 @@ def test_one_fit_is_compared_with_each_record(tmp_path: Path) -> None:
     assert first_difference(a, a, make=make_normed, fit=cycle(3, 0.01)) is None
 
 
+def test_an_evaluation_of_an_earlier_fit(tmp_path: Path) -> None:
+    for name, shift in (('a', 0.0), ('b', 0.01)):
+        learn = make_normed(tmp_path / name)
+        with learn.no_bar():
+            learn.dls.valid.dataset.x[5] += shift
+            learn.fit(1)
+            learn.dls.valid.dataset.x[5] -= shift
+            learn.fit(2)
+    found = first_difference(tmp_path / 'a', tmp_path / 'b', make=make_normed)
+    assert found is not None and (found.event, found.what) == ('after_eval', 'valid_loss')
+    assert 'valid_loss after batch 6' in found.seen
+
+
 def test_another_number_of_epochs(tmp_path: Path) -> None:
     for name, n in (('a', 3), ('b', 4)):
         with make_normed(tmp_path / name).no_bar() as learn:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -138,7 +139,7 @@ def test_samples_are_left_out_by_position_or_index(tmp_path: Path) -> None:
     assert moment.indices is not None
     seen: list[Tensor] = []
     look = Callback(before_pred=lambda cb: seen.append(cb.x))
-    by_position = moment.step(without=[2, 5], cbs=[look])
+    by_position = moment.step(without=[np.int64(2), torch.tensor(5)], cbs=[look])
     by_index = moment.step(without_indices=[moment.indices[i] for i in (2, 5)], cbs=[look])
     assert by_position == by_index
     expected = moment.xb[0][[0, 1, 3, 4, 6, 7]]
