@@ -58,6 +58,7 @@ class StopBefore(Callback):
         self._needed = set(needed)
         self.state = state
         self.first: Mapping[str, Any] | None = None  # state before the first batch of the run
+        self.reached: Mapping[str, Any] | None = None  # first state at the time: after a batch
         self.first_batch: str | None = None  # digest of the first batch of this fit
         self.ended_at = 0  # number of the batch before which the fit has ended
         self.n_epoch: int | None = None  # length of the fit
@@ -110,6 +111,7 @@ class StopBefore(Callback):
     def _keep(self) -> None:
         if self.learn.time >= self._until:
             self.state = self.learn.checkpoint_state()
+            self.reached = self.reached or self.state
 
     def _leave(self) -> None:
         "End the fit without any further event but `cleanup`."
@@ -263,7 +265,7 @@ class Moment:
             self._check()
         stop = StopBefore(Time(self.ba + n, 'ba'), self._state)
         self._look(stop, self._state, changes, is_same=not changes)
-        self._load(stop.state)
+        self._load(stop.reached or stop.state)
         return stop.losses
 
     def _load(self, state: Any) -> None:

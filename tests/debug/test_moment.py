@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from learnkit import EMA, Callback, Checkpoint, DataLoaders, Learner, MixUp, SaveModelCallback
+from learnkit import (
+    EMA,
+    Callback,
+    Checkpoint,
+    DataLoaders,
+    Learner,
+    MixUp,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+)
 from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.testing import learn_digest
 from tests.helpers.rewinding import BS, EPOCHS, describe, make, train
@@ -57,6 +66,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], Any, tuple[in
     'best weights': (lambda: [SaveModelCallback()], {}, None, (6, 13, 23)),
     'mixup': (lambda: [MixUp()], {}, None, (3, 13)),
     'average': (lambda: [EMA(0.9)], {}, None, (6, 13)),
+    'rate by epoch': (lambda: [ReduceLROnPlateau(patience=1, min_delta=9)], {}, None, (7, 15, 23)),
     'loss in epoch 1': (lambda: [Callback(after_epoch=set_loss)], {}, None, (8, 9)),
 }
 
