@@ -51,6 +51,7 @@ from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.own_loop import EventCheck, list_overrides
 from learnkit.engine.parts import Parts
+from learnkit.engine.resume import check_rewound
 from learnkit.engine.run import call_each, note_error, open_level, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
 from learnkit.engine.timings import Timings
@@ -265,6 +266,7 @@ class Learner(Loop):
         """
         __tracebackhide__ = True
         warn_of_rate(lr)
+        check_rewound(self, resume)
         epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
@@ -1029,12 +1031,14 @@ class Learner(Loop):
 
         Make the Learner as for training, with its callbacks. It trains from the nearest earlier checkpoint up to the
         batch, without loggers, checkpoints, rows and bars. `moment.batch` is the batch, `moment.indices` its samples in
-        the data set. `moment.step()` takes the step, `moment.step(lr=, without=, cbs=)` another one.
+        the data set. `moment.step()` repeats the step, `moment.step(lr=, without=, cbs=)` takes a different one.
         `moment.samples()` lists the samples with their losses. `learn.fit(n, resume=moment)` trains on from there as a
         branch, in its own folder.
 
         Raises `CheckpointError` where the run cannot be exact: a checkpoint has warned of it, torch has another
-        version, a callback is missing, or a loss on the way is not the recorded one.
+        version, a callback is missing, the fit has another number of epochs, or a loss on the way is not the recorded
+        one. Each look at the moment compares its first loss, too. A later `fit` without `resume=moment` that would
+        write into the folder of the run raises `CheckpointError`.
 
         >>> import tempfile
         >>> from learnkit import Checkpoint

@@ -249,6 +249,23 @@ class BlendedLoss:
         divisor = torch.lerp(other_divisor, own_divisor, share)
         return loss.sum() / divisor.expand_as(loss).sum()
 
+    @contextmanager
+    def narrowed(
+        self,
+        index: Tensor,  # positions of samples in the batch, shape (sample,)
+    ) -> Iterator[None]:
+        "Return a context in which the batch has some of its samples only, as in `moment.samples()`."
+        partners = self.partners
+        n = find_bs(partners[0])
+        own = map_tensors(
+            partners, lambda t: t.index_select(0, index) if is_of_samples(t, n) else t
+        )
+        self.__dict__['partners'] = own
+        try:
+            yield
+        finally:
+            self.__dict__['partners'] = partners
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['plain'], name)
 

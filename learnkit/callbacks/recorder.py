@@ -128,6 +128,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._steps = HyperparamLog()  # hyperparameters of the last param group
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
+        self._skipped: list[int] = []  # training batches of this fit that had no loss
         self.smooth_loss.reset()
 
     # -- what is measured --------------------------------------------------------------------------
@@ -253,6 +254,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_without_loss(self) -> None:
         "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
         learn = self.learn
+        if learn.training:
+            self._skipped.append(learn.train_iter - 1)  # the batch is counted already
         has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
         if has_pred and learn.loss_func is None and learn.yb:
             self._measure(self.select_metrics('valid'))
@@ -563,6 +566,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'n_fits': self.n_fits,
             'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
+            'skipped': torch.tensor(self._skipped, dtype=torch.int64),
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
             'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
@@ -590,6 +594,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
+        # checkpoints of older versions do not have it
+        self._skipped = sd['skipped'].tolist() if 'skipped' in sd else []
         # outside a fit: the measurements of the last fit
         self._metrics_by_depth[1].load_state_dict(sd['open'])
         if getattr(self.learn, 'fitting', False):

@@ -25,6 +25,7 @@ from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import prepare_opt
+from learnkit.engine.resume import check_rewound
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -256,6 +257,7 @@ def fine_tune(
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
     shared = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
+    check_rewound(learn, resume)
     with learn.added_cbs(cbs):
         found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
@@ -296,6 +298,7 @@ def _fit_with_schedules(
     resume: Any,
 ) -> None:
     "Prepare the optimizer for `fit`, make the schedules of its rates, and train."
+    check_rewound(learn, resume)
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
     if epochs and budget is None and epoch_length(learn, learn.dls.train)[0] is None:
         warn_user(

@@ -320,6 +320,7 @@ class SaveModelCallback(TrackerCallback):
     """
 
     order = TrackerCallback.order + 1
+    writes_files = True
 
     def __init__(
         self,
@@ -446,6 +447,10 @@ class SaveModelCallback(TrackerCallback):
             'compared': self._has_compared,
             'row_compared': self._is_row_compared,
         }
+
+    def state_without_files(self) -> dict[str, Any]:
+        "Return the state for a branch of a run, whose file of best weights belongs to the run."
+        return {'best': self._worst, 'new_best': False, 'has_best': False, 'compared': False}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:

@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first difference between two runs: the event, the callback and the quantity.
 
-The recorded losses give the first batch that differs. Both Learners are rewound to the batch before it, whose step may
-be the cause, and train from there event by event. All quantities are compared before and after each handler.
+The recorded losses, then the histories, then the checkpoints of both runs give a batch at whose end the runs differ.
+Both Learners are rewound to the newest checkpoint in which they are equal, and train from there. Their states are
+compared at some batches, then at the batches between the last two of these, and at last event by event: before and
+after each handler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.optimizer_state import encode_value
 from learnkit.core.batch import tensors_in
-from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.errors import CancelException, CheckpointError, OptionError, add_note
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import check_number
-from learnkit.debug.moment import Fit, StopBefore
+from learnkit.debug.moment import Fit, Moment, StopBefore
+from learnkit.debug.record import Record
 from learnkit.debug.rewind import RecordedRun, list_runs
 from learnkit.debug.trace import WatchedTable, digest, digest_state, replace_tables
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.resume import find_checkpoint_folder
 
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ['Difference', 'first_difference']
 
+Rows = Sequence[Mapping[str, Any]]
 Values = Mapping[str, Any]  # by the name of a quantity: its digest, or its tensors
 
 # kinds of quantities: of several that differ at one place, the first kind is the cause
@@ -52,6 +59,7 @@ _KINDS = (
     'loss_grad',
     'gradient',
 )
+_POINTS = 16  # batches at which states are compared at a time
 
 
 @dataclass(frozen=True)
@@ -67,16 +75,21 @@ class Difference:
     callback: str  # class of the callback that made it; '' for the loop, the data or the start
     what: str  # 'xb', 'hyper lr', 'weight 0.bias', 'random numbers', 'order of samples' ...
     others: list[str] = field(default_factory=list)  # all quantities that differ there
-    first_loss: int = 0  # number of the first batch with another loss
-    losses: tuple[float, float] = (0.0, 0.0)  # losses of this batch
+    # number of the first batch with another loss; None if all recorded losses are equal
+    first_loss: int | None = None
+    # losses of this batch; None for a batch without a loss
+    losses: tuple[float | None, float | None] = (None, None)
+    seen: str = ''  # what differs in the records, if all recorded losses are equal
 
     def __str__(self) -> str:
         change = f'{self.callback} changed {self.what}' if self.callback else f'{self.what} differs'
-        a, b = self.losses
-        return (
-            f'batch {self.batch}, {self.event or "environment"}: {change}; the losses differ from batch '
-            f'{self.first_loss} on ({a!r} and {b!r})'
-        )
+        texts = [f'batch {self.batch}, {self.event or "environment"}: {change}']
+        if self.first_loss is not None:
+            a, b = self.losses
+            texts.append(f'the losses differ from batch {self.first_loss} on ({a!r} and {b!r})')
+        if self.seen:
+            texts.append(f'all recorded losses are equal, and {self.seen}')
+        return '; '.join(texts)
 
 
 def first_difference(
@@ -87,18 +100,21 @@ def first_difference(
     | None = None,  # f(learn, resume=...) that trained; None: `learn.fit` of as many epochs
     atol: float = 0.0,  # largest difference of two numbers that counts as none
 ) -> Difference | None:
-    """Return the first difference between two runs, or None if no recorded loss differs.
+    """Return the first difference between two runs, or None if their records are equal as far as both have them.
 
     Both runs need checkpoints, and Learners that are made as for training: see `Learner.rewind`. Another version of
-    torch, another device and another number of processes are named first. Otherwise the recorded losses are compared,
-    and both runs are repeated from the batch before the first other loss, event by event.
+    torch, another device, another number of processes, and with one `fit` for both another number of epochs are named
+    first. Otherwise the recorded losses are compared, then the rows of the histories and the evaluations, then the
+    newest checkpoints that both runs have: weights, buffers, optimizer, generators, callbacks. Both runs are repeated
+    from the newest checkpoint in which they are equal, up to the batch at which the difference is made, and there
+    event by event.
 
     A quantity is a loss, a batch, the order of samples, a weight, a buffer, a gradient, an option or a state of the
     optimizer, or the generators of random numbers. With `atol` tensors are kept instead of digests, in the memory of
     the host.
 
     Raises `OptionError` for folders without `make`, `CheckpointError` for runs without recorded losses, and what
-    `Learner.rewind` raises.
+    `Learner.rewind` raises: also if `fit` does not repeat the losses that each of the runs has recorded.
 
     >>> import tempfile
     >>> from learnkit import Callback, Checkpoint
@@ -122,19 +138,21 @@ def first_difference(
         raise OptionError('Both runs have the same Learner: make one for each.')
     runs = [list_runs(find_checkpoint_folder(learn))[0] for learn in learners]
     environment = _compare_environments(*runs)
-    if environment:
-        return Difference(runs[0].first, '', '', environment[0], environment)
-    losses = [run.read_losses() for run in runs]
-    first = _find_first_loss(losses[0], losses[1], atol)
-    if first is None:
-        return None
-    start = max(first - 1, *(run.first for run in runs))
-    observed = [_observe(learn, start, first + 1 - start, fit, keep=atol > 0) for learn in learners]
-    pair = losses[0][first], losses[1][first]
-    found = _find_first(observed[0], observed[1], atol)
-    if found is None:  # the two steps again are equal: what differed was not repeated
-        return Difference(first, 'after_loss', '', 'loss', ['loss'], first, pair)
-    return Difference(*found, first, pair)
+    lengths = _compare_lengths(*runs)
+    if environment or (fit is not None and lengths):
+        found = [*environment, *lengths]
+        return Difference(runs[0].first, '', '', found[0], found)
+    common = CommonCheckpoints(runs[0], runs[1], atol)
+    symptom = _find_symptom(runs[0], runs[1], common, atol)
+    if symptom is None:
+        return Difference(runs[0].first, '', '', lengths[0], lengths) if lengths else None
+    known = common.find_equal_before(symptom.end - 1)
+    low = max(known, *(run.first for run in runs))
+    found_there = _repeat(learners, low, symptom, fit, atol)
+    if found_there is None:  # what differed is not repeated
+        place = symptom.batch, symptom.event, '', symptom.what, [symptom.what]
+        return Difference(*place, *symptom.consequences)
+    return Difference(*found_there[:5], *symptom.consequences)
 
 
 def _as_learner(o: Any, make: Callable[[Any], Learner] | None) -> Learner:
@@ -156,13 +174,169 @@ def _compare_environments(a: RecordedRun, b: RecordedRun) -> list[str]:
     ]
 
 
-def _find_first_loss(a: Mapping[int, float], b: Mapping[int, float], atol: float) -> int | None:
+def _compare_lengths(a: RecordedRun, b: RecordedRun) -> list[str]:
+    n, m = (run.info['n_epoch'] for run in (a, b))
+    return [] if n == m else [f'number of epochs ({n or "a budget"} and {m or "a budget"})']
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Symptom:
+    "First place at which the records of two runs differ."
+
+    end: int  # number of the batch before which the difference was made
+    event: str
+    what: str  # quantity in the record
+    first_loss: int | None = None
+    losses: tuple[float | None, float | None] = (None, None)
+    seen: str = ''
+
+    @property
+    def batch(self) -> int:
+        "Number of finished batches at the event."
+        return self.end if self.first_loss is None else self.first_loss
+
+    @property
+    def consequences(self) -> tuple[Any, ...]:
+        "The last fields of a `Difference`."
+        return self.first_loss, self.losses, self.seen
+
+
+def _find_symptom(
+    a: RecordedRun, b: RecordedRun, common: CommonCheckpoints, atol: float
+) -> Symptom | None:
+    "Return the first difference of the losses, else of the histories, else of the newest common checkpoints."
+    recorders = [run.read_recorder() for run in (a, b)]
+    records = [run.read_record() for run in (a, b)]
+    first = _find_first_loss(records[0], records[1], atol)
+    if first is not None:
+        pair = records[0].losses.get(first), records[1].losses.get(first)
+        return Symptom(first + 1, 'after_loss', 'loss', first, pair)
+    return _find_other_row(recorders[0], recorders[1], records[0], atol) or common.find_difference()
+
+
+def _find_first_loss(a: Record, b: Record, atol: float) -> int | None:
     "Return the number of the first batch with two losses, or None; raise `CheckpointError` without any to compare."
-    if not a.keys() & b.keys():
+    begin = max(a.batches.start, b.batches.start)
+    batches = range(begin, min(a.batches.stop, b.batches.stop))
+    if not batches:
         raise CheckpointError(
             'No batch has a recorded loss in both runs. Train with `Recorder` and `Checkpoint`, from the same batch on.'
         )
-    return next((ba for ba in a if ba in b and not _are_close(a[ba], b[ba], atol)), None)
+    return next(
+        (ba for ba in batches if not _are_close(a.losses.get(ba), b.losses.get(ba), atol)), None
+    )
+
+
+def _find_other_row(
+    a: Mapping[str, Any], b: Mapping[str, Any], record: Record, atol: float
+) -> Symptom | None:
+    "Return the first evaluation, or the first row of the history, in which two Recorders differ."
+    found = []
+    for i, name in _find_other_entry(a['evaluations'], b['evaluations'], atol):
+        row, other = a['evaluations'][i], b['evaluations'][i]
+        text = f'{name} after batch {row["ba"]} differs ({row[name]} and {other[name]})'
+        found.append(Symptom(row['ba'], 'after_eval', name, seen=text))
+    for i, name in _find_other_entry(a['history'], b['history'], atol):
+        row, other = a['history'][i], b['history'][i]
+        text = f'{name} of epoch {row["epoch"]} differs ({row[name]} and {other[name]})'
+        end = _find_end_of_row(a, i, record)
+        found.append(Symptom(end, 'after_epoch', name, seen=text))
+    return min(found, key=lambda symptom: symptom.end, default=None)
+
+
+def _find_other_entry(a: Rows, b: Rows, atol: float) -> list[tuple[int, str]]:
+    "Return the index of the first two rows that differ, and the column; empty without any."
+    for i, (row, other) in enumerate(zip(a, b, strict=False)):
+        name = _find_other_value(row, other, atol)
+        if name is not None:
+            return [(i, name)]
+    return []
+
+
+def _find_other_value(row: Mapping[str, Any], other: Mapping[str, Any], atol: float) -> str | None:
+    "Return the first column in which two rows differ; seconds and columns of one run are left out."
+    names = [name for name in row if name in other and name != 'time']
+    return next((n for n in names if not _are_close(row[n], other[n], atol)), None)
+
+
+def _find_end_of_row(recorder: Mapping[str, Any], i: int, record: Record) -> int:
+    "Return the number of the batch after the epoch of a row of the history."
+    n_losses = recorder['iters']  # up to each row of the last fit
+    i -= len(recorder['history']) - len(n_losses)
+    batches = sorted(record.losses)
+    if i < 0 or not n_losses[i]:
+        return record.batches.start + 1  # the row is of an earlier fit
+    return batches[n_losses[i] - 1] + 1
+
+
+class CommonCheckpoints:
+    "Checkpoints that two runs have after the same batches, compared from the newest on."
+
+    def __init__(self, a: RecordedRun, b: RecordedRun, atol: float) -> None:
+        self._atol = atol
+        entries = [{(e.info['ba'], e.info['place']): e for e in run.checkpoints} for run in (a, b)]
+        self.pairs = {
+            key: (entries[0][key], entries[1][key]) for key in entries[0].keys() & entries[1].keys()
+        }
+        self._compared: dict[tuple[int, str], list[str]] = {}
+
+    def compare(self, key: tuple[int, str]) -> list[str]:
+        "Return the names of what differs after a batch."
+        if key not in self._compared:
+            a, b = (_flatten_state(read_state(entry.path)[0]) for entry in self.pairs[key])
+            names = [name for name in a if name in b or not name.startswith('callbacks.')]
+            others = [n for n in names if not _are_close(a[n], b.get(n), self._atol)]
+            missing = [n for n in b if n not in a and not n.startswith('callbacks.')]
+            self._compared[key] = [*others, *missing]
+        return self._compared[key]
+
+    def find_equal_before(self, ba: int) -> int:
+        "Return the number of the batch of the newest equal checkpoints up to a batch, or -1."
+        keys = sorted((key for key in self.pairs if key[0] <= ba), reverse=True)
+        return next((key[0] for key in keys if not self.compare(key)), -1)
+
+    def find_difference(self) -> Symptom | None:
+        "Return the difference in the oldest checkpoints from which on all differ, or None if the newest are equal."
+        first = None
+        for key in sorted(self.pairs, reverse=True):
+            if not self.compare(key):
+                break
+            first = key
+        if first is None:
+            return None
+        names = self.compare(first)
+        text = f'the checkpoints after batch {first[0]} differ: {", ".join(names[:3])}'
+        return Symptom(first[0], f'{first[1]}_checkpoint', names[0], seen=text)
+
+
+# entries of a checkpoint that are compared, causes first
+_COMPARED = (
+    'model loss_func buffers loss_buffers optimizer grads frozen generators rng position callbacks'
+).split()
+_NOT_COMPARED = ('callbacks.recorder.', 'callbacks.checkpoint.')  # compared elsewhere
+
+
+def _flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    "Return tensors and numbers of a checkpoint by their places."
+    listed = state.get('nondeterministic_state', {})
+    left_out = [f'callbacks.{key}.{name}' for key, names in listed.items() for name in names]
+    flat = dict[str, Any]()
+
+    def add(place: str, value: Any) -> None:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in items:
+            name = f'{place}.{key}'
+            if isinstance(part, (Mapping, list, tuple)):
+                add(name, part)
+            elif name not in left_out and not name.startswith(_NOT_COMPARED):
+                flat[name] = part
+
+    for name in _COMPARED:
+        add(name, state.get(name) or {})
+    return flat
 
 
 def _are_close(x: Any, y: Any, atol: float) -> bool:
@@ -174,6 +348,8 @@ def _are_close(x: Any, y: Any, atol: float) -> bool:
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             return False
         return torch.allclose(x.double(), y.double(), rtol=0, atol=atol, equal_nan=True)
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return False
     if isinstance(x, float) and isinstance(y, float):
         return x == y or abs(x - y) <= atol or (x != x and y != y)
     return bool(x == y)
@@ -190,6 +366,7 @@ class Observed:
     batch: int
     before: Values
     after: list[tuple[str, Values]] = field(default_factory=list)  # by the class of the callback
+    cancelled_by: str = ''  # class of the callback that has raised a Cancel exception
 
     @property
     def end(self) -> Values:
@@ -209,10 +386,13 @@ class Observed:
 class ObservedTable(WatchedTable):
     "Handler table that notes the quantities at each event of the repeated batches."
 
-    def __init__(self, learn: Learner, table: HandlerTable, events: list[Observed], keep: bool):
+    def __init__(
+        self, learn: Learner, table: HandlerTable, events: list[Observed], begin: int, keep: bool
+    ):
         super().__init__(learn, table)
         self.events = events
-        self.read = _copy_tensors if keep else digest  # f(value): what is compared of it
+        self.begin = begin  # number of the first batch
+        self.read = _find_reader(keep)
 
     @override
     def wrap(self, name: str, entries: list[Entry]) -> list[Entry]:
@@ -223,8 +403,10 @@ class ObservedTable(WatchedTable):
         return watched
 
     def _is_repeating(self) -> bool:
-        "Return True from the time on at which the state before the batches was restored."
-        return self.learn.parts.resuming is None and self.learn.run.is_active
+        "Return True from the first batch on, once the state before the batches was restored."
+        learn = self.learn
+        is_restored = learn.parts.resuming is None and learn.run.is_active
+        return is_restored and learn.parts.counters.batches >= self.begin
 
     def _begin(self, name: str) -> None:
         if self._is_repeating():
@@ -233,20 +415,35 @@ class ObservedTable(WatchedTable):
 
     def _watch(self, handler: Callable[[], Any], cb: Any) -> None:
         __tracebackhide__ = True
-        event = self.events[-1] if self._is_repeating() else None
+        # without an event, the first batch begins in the middle of one
+        event = self.events[-1] if self._is_repeating() and self.events else None
         try:
             handler()
+        except CancelException:
+            if event is not None:
+                event.cancelled_by = type(cb).__name__
+            raise
         finally:
             if event is not None:
                 event.after.append((type(cb).__name__, self._read(event.event)))
 
     def _read(self, event: str) -> Values:
         learn = self.learn
-        values = digest_state(learn, self.read) | _read_optimizer(learn, self.read)
-        if event == 'after_draw' and learn.training:
+        values = _read_state(learn, self.read)
+        if event == 'after_draw':
             values['batch'] = self.read(learn.batch)
+        if event == 'after_draw' and learn.training:
             values['order of samples'] = learn.parts.passes.indices(learn)
         return values
+
+
+def _find_reader(keep: bool) -> Callable[[Any], Any]:
+    "Return f(value): what is compared of a value."
+    return _copy_tensors if keep else digest
+
+
+def _read_state(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any]:
+    return digest_state(learn, read) | _read_optimizer(learn, read)
 
 
 def _copy_tensors(o: Any) -> list[Tensor]:
@@ -273,34 +470,127 @@ def _read_optimizer(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any
     return found
 
 
-def _observe(learn: Learner, ba: int, n: int, fit: Fit | None, keep: bool) -> list[Observed]:
-    """Return the quantities at each event of `n` batches.
+class _NoteStates(Callback):
+    "Note the state before some batches."
+
+    runs_first = ('before_batch',)
+    run_in = 'fit'
+    run_valid = False
+
+    def __init__(self, batches: range, keep: bool) -> None:
+        self._batches = batches
+        self._read = _find_reader(keep)
+        self.states: dict[int, Values] = {}
+
+    def before_batch(self) -> None:
+        ba = self.learn.parts.counters.batches
+        if ba in self._batches:
+            self.states[ba] = _read_state(self.learn, self._read)
+
+
+def _repeat(
+    learners: list[Learner], low: int, symptom: Symptom, fit: Fit | None, atol: float
+) -> Found | None:
+    """Return the first difference that is made from batch `low` on, or None if none is made again.
 
     The generators are preserved: a run without a checkpoint before the batch begins as its Learner was made."""
-    events: list[Observed] = []
-    with preserved_rng():
-        moment = learn.rewind(ba, fit=fit)
-        with replace_tables(learn, lambda table: ObservedTable(learn, table, events, keep)):
-            moment.play(n)
-    return events
+    if low >= symptom.end:  # it was made in an earlier fit
+        return None
+    moments = []
+    for learn in learners:
+        with preserved_rng(), _naming_run(learn):
+            moments.append(learn.rewind(low, fit=fit))
+    begin = max(low, symptom.end - 2) if symptom.first_loss is not None else None
+    if begin is not None:  # mostly, the batch before the first other loss is the cause
+        found = _observe(moments, begin, symptom.end, atol)
+        if found is not None and (begin == low or not found.is_from_start):
+            return found
+    begin = _narrow(moments, low, symptom.end, atol)
+    return _observe(moments, begin, min(begin + 2, symptom.end), atol)
+
+
+@contextmanager
+def _naming_run(learn: Learner) -> Iterator[None]:
+    "Add to a `CheckpointError` which of both runs was repeated."
+    try:
+        yield
+    except CheckpointError as e:
+        add_note(
+            e,
+            f'while the run in {find_checkpoint_folder(learn)} was repeated: `fit` must be the function that trained '
+            'both runs',
+        )
+        raise
+
+
+def _narrow(moments: list[Moment], low: int, end: int, atol: float) -> int:
+    "Return the number of the last batch before which both runs are equal, by comparing at some batches at a time."
+    while end - low > 1:
+        points = range(low, end, max(1, (end - low) // _POINTS))
+        noted = [_NoteStates(points, atol > 0) for _ in moments]
+        for moment, note in zip(moments, noted, strict=True):
+            with _naming_run(moment.learn):
+                moment.observe(end - moment.ba, [note])
+        equal = [ba for ba in points if not _differ_at(ba, noted[0].states, noted[1].states, atol)]
+        first = next((ba for ba in points if ba not in equal), end)
+        low = max([low, *(ba for ba in equal if ba < first)])
+        if points.step == 1:
+            break
+        end = first
+    return low
+
+
+def _differ_at(ba: int, a: Mapping[int, Values], b: Mapping[int, Values], atol: float) -> bool:
+    return any(True for _ in _list_other(a.get(ba, {}), b.get(ba, {}), atol))
+
+
+def _observe(moments: list[Moment], begin: int, end: int, atol: float) -> Found | None:
+    "Compare the quantities at each event of the batches from `begin` up to `end`."
+    observed = []
+    for moment in moments:
+        events: list[Observed] = []
+        make = partial(_make_table, moment.learn, events, begin, atol > 0)
+        with replace_tables(moment.learn, make), _naming_run(moment.learn):
+            moment.observe(end - moment.ba)
+        observed.append(events)
+    return _find_first(observed[0], observed[1], atol)
+
+
+def _make_table(
+    learn: Learner, events: list[Observed], begin: int, keep: bool, table: HandlerTable
+) -> HandlerTable:
+    return ObservedTable(learn, table, events, begin, keep)
 
 
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def _find_first(
-    a: list[Observed], b: list[Observed], atol: float
-) -> tuple[int, str, str, str, list[str]] | None:
-    "Return batch, event, callback and quantity of the first difference, and all quantities that differ there."
-    for x, y in zip(a, b, strict=False):
+class Found(NamedTuple):
+    "The first fields of a `Difference`."
+
+    batch: int
+    event: str
+    callback: str
+    what: str
+    others: list[str]
+    is_from_start: bool  # whether the runs differ before the first event
+
+
+def _find_first(a: list[Observed], b: list[Observed], atol: float) -> Found | None:
+    "Return the first difference, with all quantities that differ there."
+    names = [[*(o.event for o in observed), 'the end'] for observed in (a, b)]
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
         others = list(_list_other(x.before, y.before, atol))
         if others:
-            return x.batch, x.event, '', others[0], others
+            return Found(x.batch, x.event, '', others[0], others, i == 0)
         others = list(_list_other(x.end, y.end, atol))
         if others:
-            return x.batch, x.event, _find_callback(x, y, others[0], atol), others[0], others
-        if x.event != y.event:
-            return x.batch, x.event, '', f'event ({x.event} and {y.event})', []
+            cause = _find_callback(x, y, others[0], atol)
+            return Found(x.batch, x.event, cause, others[0], others, False)
+        if names[0][i + 1] != names[1][i + 1]:
+            cause = x.cancelled_by or y.cancelled_by
+            what = f'event ({names[0][i + 1]} and {names[1][i + 1]})'
+            return Found(x.batch, x.event, cause, what, [], False)
     return None
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from learnkit.checkpoint.resume_check import silenced
 from learnkit.checkpoint.state import collect_state, copy_to_host
@@ -14,10 +17,13 @@ from learnkit.core.batch import count_samples, find_bs, map_tensors, size_func_o
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.time import Time
 from learnkit.data.show import show_samples
+from learnkit.debug.record import Record, refuse
 from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
+from learnkit.debug.trace import digest
 from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import list_overrides
+from learnkit.engine.resume import ResumeState
 from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
@@ -52,6 +58,11 @@ class StopBefore(Callback):
         self._needed = set(needed)
         self.state = state
         self.first: Mapping[str, Any] | None = None  # state before the first batch of the run
+        self.reached: Mapping[str, Any] | None = None  # first state at the time: after a batch
+        self.first_batch: str | None = None  # digest of the first batch of this fit
+        self.ended_at = 0  # number of the batch before which the fit has ended
+        self.n_epoch: int | None = None  # length of the fit
+        self.loss_funcs: tuple[Any, Any] = None, None  # at the start and at the end of the fit
         self.losses: dict[int, float] = {}  # by the number of the batch
         self.drawn: dict[str, Any] = {}  # the next batch; empty at the end of the run
         self.held: list[Any] = []  # callbacks that are switched off from the time on
@@ -62,9 +73,10 @@ class StopBefore(Callback):
         missing = sorted(self._needed.difference(learn.parts.callbacks.keys.values()))
         if missing:
             raise CheckpointError(
-                f'The run had the callbacks {", ".join(missing)}, and this one has not. Give the function that '
+                f'The run had the callbacks {", ".join(missing)}, which this Learner lacks. Give the function that '
                 'trained: `fit=lambda learn, **kw: learn.fit_one_cycle(5, 0.1, **kw)`.'
             )
+        self.n_epoch = learn.n_epoch
         if self.state is None:
             state = copy_to_host(gather_full_state(collect_state(learn, 'epoch')))
             # as after an epoch before the first
@@ -73,6 +85,8 @@ class StopBefore(Callback):
     def before_batch(self) -> None:
         "End the fit at the time."
         learn = self.learn
+        if self.first_batch is None:
+            self.first_batch = digest(learn.batch)
         if learn.time < self._until:
             return
         indices = learn.parts.passes.indices(learn)
@@ -97,11 +111,18 @@ class StopBefore(Callback):
     def _keep(self) -> None:
         if self.learn.time >= self._until:
             self.state = self.learn.checkpoint_state()
+            self.reached = self.reached or self.state
 
     def _leave(self) -> None:
         "End the fit without any further event but `cleanup`."
+        self.ended_at = self.learn.parts.counters.batches
+        self.loss_funcs = self.loss_funcs[0], self.learn.loss_func
         self.held = self.learn.parts.callbacks.hold(self.learn.cbs)
         raise CancelFitException
+
+
+class _Arrived(Exception):
+    "Leave the function that trains: the fit in which it had to arrive has ended."
 
 
 def travel(
@@ -111,22 +132,37 @@ def travel(
     resume: Any = False,  # checkpoint or state; False: from the start of the run
     cbs: Iterable[Callback] = (),
 ) -> None:
-    "Train silently until a callback ends the fit."
-    loss_func = learn.loss_func
-    with silenced(learn), learn.added_cbs([*cbs, stop]):
+    """Train silently until a callback ends the fit, and leave the function that trains there.
+
+    The function may train several fits: `fine_tune` would unfreeze the model, and begin the second one."""
+    own_fit = learn.fit
+
+    def fit_and_leave(*args: Any, **kwargs: Any) -> None:
+        own_fit(*args, **kwargs)
+        if stop.held:
+            raise _Arrived
+
+    stop.loss_funcs = learn.loss_func, None
+    with silenced(learn), learn.added_cbs([*cbs, stop]), suppress(_Arrived):
         try:
-            fit(learn, resume=resume)
+            with patch.object(learn, 'fit', fit_and_leave):
+                fit(learn, resume=resume)
         finally:
             learn.parts.callbacks.release(stop.held)
-            # callbacks such as fastai's MixUp restore it in `after_train`, which does not come
-            learn.loss_func = loss_func
+            # a callback's own loss function, such as that of fastai's MixUp, is set again by each training
+            before, now = stop.loss_funcs
+            owner = getattr(now, '__self__', None)
+            is_kept = stop.held and all(owner is not cb for cb in learn.cbs)
+            learn.loss_func = now if is_kept else before
 
 
 class Moment:
     """The Learner as it was before a batch of an earlier run; `learn.rewind` returns it.
 
     `batch`, `xb`, `yb` are the batch as the loader gave it, before callbacks change it; `indices` are the positions of
-    its samples in the data set, or None if they are unknown. Each of `step` and `play` starts from this moment again.
+    its samples in the data set, or None if they are unknown. Each look (`step`, `play`, `samples`, `layers`) starts
+    from this moment again, and must find the same batch and its recorded loss. Otherwise it raises `CheckpointError`,
+    or warns if the moment was made with `rewind(exact=False)`. Changes are passed as arguments: `step(cbs=...)`.
     """
 
     def __init__(
@@ -136,16 +172,24 @@ class Moment:
         stop: StopBefore,  # what was kept before the batch
         outside: Mapping[str, Any],  # states of callbacks that write files, when the run was there
         find_before: Callable[[int], Any],  # f(ba): where to resume to come to a batch, or None
+        record: Record | None = None,  # recorded losses; None: they cannot be equal
+        exact: bool = True,  # whether another loss is an error
     ) -> None:
         self.learn = learn
         self.ba = learn.time.ba  # number of the batch, over all fits
         self.losses = stop.losses  # of the batches on the way, by number
+        self.n_epoch = stop.n_epoch
         self.batch, self.xb, self.yb = (stop.drawn[name] for name in ('batch', 'xb', 'yb'))
         self.indices: list[Any] | None = stop.drawn['indices']
+        self._digest = digest(self.batch)
+        self._first_loss_func = stop.loss_funcs[0]
         self._fit = fit
         self._state = stop.state
         self._outside = outside
         self._find_before = find_before
+        self._record = record
+        self._exact = exact
+        self._is_checked = False  # whether the step had the recorded loss
 
     def __repr__(self) -> str:
         return f'Moment(before batch {self.ba}, epoch {self.learn.epoch}, indices={self.indices})'
@@ -155,37 +199,95 @@ class Moment:
         lr: float | None = None,  # rate of this step
         without: Iterable[int] = (),  # positions in the batch of samples to leave out
         cbs: Iterable[Callback] = (),  # more callbacks
+        without_indices: Iterable[Any] = (),  # indices in the data set of samples to leave out
     ) -> float:
         """Take the step, and return its loss; NaN if the batch was skipped before its loss.
 
-        Without arguments, it is the loss that the run has recorded, bit for bit. The Learner stands after the step.
+        Without arguments, it is the loss that the run has recorded, bit for bit. With arguments, the step is first
+        taken as in the run, compared, and undone. Afterwards, weights, optimizer and counters are as after the step.
 
-        Raises `OptionError` if no sample is left.
+        Raises `OptionError` for a position or an index that is not in the batch, and if no sample is left.
         """
         changes = [*cbs]
         if lr is not None:
             changes.append(_rate_callback(lr))
-        left_out = set(without)
+        left_out = self._find_positions(without, without_indices)
         if left_out:
             changes.append(_without_callback(left_out))
-        return self._travel(1, changes).get(self.ba, math.nan)
+        return self._play(1, changes).get(self.ba, math.nan)
 
     def play(
         self,
         n: str | int | Time,  # batches: 20, '20ba'
         cbs: Iterable[Callback] = (),  # more callbacks
     ) -> list[float]:
-        "Train on silently for some batches, and return their losses."
+        """Continue training without output for some batches, at most to the end of the fit, and return their losses.
+
+        Without callbacks, they are the losses that the run has recorded, as far as it has recorded them."""
         batches = Time(n, 'ba') if isinstance(n, int) else Time(n)
         if batches.unit != 'ba':
             raise OptionError(f'play({n!r}): give a number of batches, such as "20ba".')
-        losses = self._travel(int(batches.value), cbs)
+        losses = self._play(int(batches.value), [*cbs]) if batches else {}
         return [losses[ba] for ba in sorted(losses) if ba >= self.ba]
 
-    def _travel(self, n: int, cbs: Iterable[Callback]) -> dict[int, float]:
+    def observe(self, n: int, cbs: Iterable[Callback] = ()) -> None:
+        "Train some batches with callbacks that only look, and restore the Learner."
+        self._look(StopBefore(Time(self.ba + n, 'ba'), self._state), self._state, cbs)
+
+    def _find_positions(self, positions: Iterable[int], indices: Iterable[Any]) -> set[int]:
+        "Return the positions of samples in the batch; raise `OptionError` for a sample that is not there."
+        given, indices = [*positions], [*indices]
+        if not given and not indices:
+            return set()
+        n = find_bs(self.xb, self.yb, size_func_of(self.learn))
+        odd = [i for i in given if not _is_position(i, n)]
+        if odd:
+            raise OptionError(
+                f'without={odd}: give positions in the batch, from 0 to {n - 1}. Indices in the data set are given by '
+                '`without_indices=`.'
+            )
+        found = set(map(index, given))
+        if indices and self.indices is None:
+            raise OptionError(
+                'without_indices=: the indices of this batch are not known. Give positions by `without=`.'
+            )
+        own = self.indices or []
+        missing = [i for i in indices if i not in own]
+        if missing:
+            raise OptionError(
+                f'without_indices={missing}: these samples are not in the batch. `moment.indices` lists its samples.'
+            )
+        return found | {position for position, i in enumerate(own) if i in indices}
+
+    def _play(self, n: int, changes: list[Callback]) -> dict[int, float]:
+        "Train some batches, and return their losses; compare them if nothing is changed."
+        if changes:
+            self._check()
         stop = StopBefore(Time(self.ba + n, 'ba'), self._state)
-        travel(self.learn, stop, self._fit, self._state, cbs)
+        self._look(stop, self._state, changes, is_same=not changes)
+        self._load(stop.reached or stop.state)
         return stop.losses
+
+    def _load(self, state: Any) -> None:
+        "Load the state at the end of a look, without the states of the callbacks of this look."
+        learn = self.learn
+        with silenced(learn):
+            keys = {*learn.parts.callbacks.keys.values()}
+            states = {key: sd for key, sd in state['callbacks'].items() if key in keys}
+            learn.load_checkpoint_state({**state, 'callbacks': states})
+
+    def _check(self) -> None:
+        "Take the step as in the run once, compare its loss with the recorded one, and undo it."
+        if not self._is_checked:
+            self._look(StopBefore(Time(self.ba + 1, 'ba'), self._state), self._state)
+
+    def _compare(self, stop: StopBefore, begin: int) -> None:
+        "Raise `CheckpointError` unless the losses of a look are the recorded ones."
+        if self._record is None:
+            return
+        known = [ba for ba in range(begin, stop.ended_at) if ba in self._record.batches]
+        # the first must be known, and the run may have been killed before the last
+        refuse(self._record.find_other(stop.losses, known or [begin]), self._exact)
 
     def begin_branch(self, learn: Learner) -> dict[str, Any]:
         """Give the Learner its own folder, and return the state; `learn.fit(n, resume=moment)` calls it.
@@ -213,14 +315,15 @@ class Moment:
         The share is the norm of a sample's gradient over the sum of these norms. The samples are as the callbacks have
         made them before the forward pass. Each goes through the model alone, in evaluation mode: by `torch.func` where
         the model allows it, otherwise one after the other. The Learner is not changed. Raises `LossError` for a batch
-        without a loss, and `OptionError` for a Learner with its own `train_batch`."""
+        without a loss of single samples, and `OptionError` for a Learner with its own `train_batch`."""
         if {'train_batch', '_do_one_batch'} & {*list_overrides(self.learn)}:
             raise OptionError(
                 f'samples(): {type(self.learn).__name__} trains on batches in its own way, which has no loss of one '
                 'sample. `moment.step(without=[i])` leaves samples out.'
             )
         stop = _MeasureSamples(Time(self.ba, 'ba'), self._state)
-        self._look(stop, self._state)
+        self._check()
+        self._look(stop, self._state, is_same=False)
         for row in stop.rows:
             row['index'] = None if self.indices is None else self.indices[row['position']]
         return Samples(stop.rows, self.xb)
@@ -250,10 +353,26 @@ class Moment:
         xb, yb = take_rows((self.xb, self.yb), n, rows)
         return show_samples(xb, {**details, 'target': yb}, getattr(self.learn.dls, 'vocab', None))
 
-    def _look(self, stop: StopBefore, resume: Any, cbs: Iterable[Callback] = ()) -> None:
-        "Train up to a batch, and restore the Learner."
+    def _look(
+        self,
+        stop: StopBefore,
+        resume: Any,  # where to resume
+        cbs: Iterable[Callback] = (),
+        is_same: bool = True,  # whether the batches are trained as in the run
+    ) -> None:
+        """Train up to a batch, compare it with the run, and restore the Learner.
+
+        It is restored also where no checkpoint holds its state: attributes of the model and of callbacks."""
         with restored(self.learn):
+            if resume is not self._state:  # a callback may have changed it on the way
+                self.learn.loss_func = self._first_loss_func
             travel(self.learn, stop, self._fit, resume, cbs)
+        if resume is self._state and stop.first_batch != self._digest:
+            refuse([f'batch {self.ba} is not the same batch again'], self._exact)
+        if is_same:
+            state = resume.state if isinstance(resume, ResumeState) else resume
+            self._compare(stop, state['loop']['done']['ba'])
+            self._is_checked = True
 
 
 class _MeasureSamples(StopBefore):
@@ -264,6 +383,13 @@ class _MeasureSamples(StopBefore):
     def before_batch(self) -> None:
         self.rows = measure_samples(self.learn)
         super().before_batch()
+
+
+def _is_position(i: Any, n: int) -> bool:
+    "Return True for a whole number, also of NumPy or torch, from 0 to below n."
+    with suppress(TypeError):
+        return not isinstance(i, bool) and 0 <= index(i) < n
+    return False
 
 
 def _rate_callback(lr: float) -> Callback:

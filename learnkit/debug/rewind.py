@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a run again from its nearest checkpoint, silently, up to any batch, and stand before this batch.
+"""Train a run again from its nearest checkpoint, silently, up to any batch.
 
 `rewind` finds the checkpoint, resumes the fit from it, and ends the fit before the batch. Exact resume makes the state
 equal to the run's, bit for bit. The recorded losses of the run are compared with the losses on the way.
@@ -11,18 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import Entry, entries, has_own_files
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.model import preserved_modes
+from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, Timestamp
 from learnkit.core.validation import warn_user
 from learnkit.debug.moment import Fit, Moment, StopBefore, travel
+from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import declared
 from learnkit.engine.resume import ResumeState, find_checkpoint_folder
@@ -53,6 +59,11 @@ class RecordedRun:
         first: int = self.info['ba'] - self.info['train_iter']
         return first
 
+    @property
+    def lost(self) -> list[str]:
+        "What any checkpoint of the run has warned of."
+        return [*dict.fromkeys(text for entry in self.checkpoints for text in entry.info['lost'])]
+
     def find_before(self, until: Time) -> Entry | None:
         "Return the nearest checkpoint at or before a time, or None."
         # batches share an epoch, a step or a second, but not a number
@@ -64,13 +75,21 @@ class RecordedRun:
                 before.append(entry)
         return max(before, key=lambda e: e.number, default=None)
 
-    def read_losses(self) -> dict[int, float]:
-        "Return the recorded losses by the number of the batch; empty if they are not known."
+    def find_after(self, origin: Entry | None) -> Entry:
+        "Return the first checkpoint after another one, or the first of the run; without any, the newest."
+        number = 0 if origin is None else origin.number
+        after = [entry for entry in self.checkpoints if entry.number > number]
+        return min(after, key=lambda e: e.number, default=self.checkpoints[0])
+
+    def read_recorder(self) -> dict[str, Any]:
+        "Return the newest state of the Recorder; empty without one."
         state, _ = read_state(self.checkpoints[0].path)
-        losses = state['callbacks'].get('recorder', {}).get('smooth_loss', {}).get('raw', ())
-        if len(losses) != self.info['train_iter']:
-            return {}  # a batch without a loss has no number
-        return dict(enumerate(losses.tolist(), self.first))
+        recorder: dict[str, Any] = state['callbacks'].get('recorder', {})
+        return recorder
+
+    def read_record(self) -> Record:
+        "Return the recorded losses."
+        return read_record(self.read_recorder(), self.first, self.info['train_iter'])
 
 
 def list_runs(folder: Path) -> list[RecordedRun]:
@@ -122,24 +141,21 @@ def find_spike(losses: Mapping[int, float]) -> Time:
     return Time(batches[int(np.argmax(jumps / noise)) + 1], 'ba')
 
 
-def find_inexact(learn: Learner, info: Mapping[str, Any]) -> list[str]:
-    "Return why a run cannot be repeated from a checkpoint with this `info`, as far as it is known before."
-    reasons = list(info['lost'])
+def find_inexact(learn: Learner, run: RecordedRun, origin: Entry | None) -> list[str]:
+    """Return why a run cannot be repeated from a checkpoint, as far as it is known before.
+
+    Without a checkpoint before the batch, each look starts from the state that a checkpoint would hold there."""
+    reasons = run.lost if origin is None else list(origin.info['lost'])
     version = str(torch.__version__)
-    if info['torch'] != version:
-        reasons.append(f'the run was of torch {info["torch"]}, this is {version}')
-    names = [type(cb).__name__ for cb in learn.cbs if has_own_files(cb)]
-    reasons += [f'{name} keeps files of its own in checkpoints' for name in names]
+    used = (run.find_after(None) if origin is None else origin).info['torch']
+    if used != version:
+        reasons.append(f'the run used torch {used}, this is torch {version}')
+    if origin is None:
+        return reasons
+    repeated = [cb for cb in learn.cbs if not declared(cb, 'writes_files')]
+    names = [type(cb).__name__ for cb in repeated if has_own_files(cb)]
+    reasons += [f'{name} keeps its own files in checkpoints' for name in names]
     return reasons
-
-
-def find_other_losses(losses: Mapping[int, float], recorded: Mapping[int, float]) -> list[str]:
-    "Return a description of the first loss that is not the recorded one, bit for bit."
-    for ba, loss in losses.items():
-        known = recorded.get(ba, loss)
-        if loss != known and not (np.isnan(loss) and np.isnan(known)):
-            return [f'batch {ba} has the loss {loss!r}, and had {known!r}']
-    return []
 
 
 # -- rewind ----------------------------------------------------------------------------------------
@@ -160,7 +176,7 @@ def rewind(
     place = find_checkpoint_folder(learn) if folder is None else Path(folder)
     if to is None:
         run = list_runs(place)[0]
-        until = find_spike(run.read_losses())
+        until = find_spike(run.read_record().losses)
     else:
         until = Time(to, 'ba') if isinstance(to, int) else Time(to)
         run = find_run(place, until)
@@ -169,27 +185,37 @@ def rewind(
         raise CheckpointError(
             f'The run has no checkpoint before {until}, and this Learner has trained: make it as for training.'
         )
-    reasons = [] if origin is None else find_inexact(learn, origin.info)
-    _refuse(reasons, exact)
-    moment = _go(learn, run, origin, until, fit or make_fit(run.info))
-    if {run.info['ranks'], learn.world.size} == {1}:
-        recorded = run.read_losses()
-        if moment.losses and not recorded:
-            warn_user(
-                'The run has not recorded a loss for each batch: the losses on the way were not compared.'
-            )
-        _refuse(find_other_losses(moment.losses, recorded), exact)
-    elif run.info['ranks'] != learn.world.size:
-        warn_user(
-            f'The run was of {run.info["ranks"]} processes, this is {learn.world.size}: numbers are equal up to '
-            'rounding.'
+    if origin is None and any(is_lazy(t) for t in learn.model.parameters()):
+        raise CheckpointError(
+            f'The run has no checkpoint before {until}, and lazy layers have no weights yet to which a look could '
+            f'return: rewind to batch {run.find_after(None).info["ba"]} or a later one.'
         )
+    refuse(find_inexact(learn, run, origin), exact)
+    record = _read_comparable(learn, run)
+    length = run.find_after(origin).info['n_epoch']
+    moment = _go(learn, run, origin, until, fit or make_fit(length), record, exact)
+    if moment.n_epoch != length:
+        trained = 'until a budget is used' if moment.n_epoch is None else f'{moment.n_epoch} epochs'
+        refuse([f'the run trained {length} epochs, and `fit` trains {trained}'], exact)
+    if record is not None:
+        begin = run.first if origin is None else origin.info['ba']
+        refuse(record.find_other(moment.losses, range(begin, moment.ba)), exact)
     return moment
 
 
-def make_fit(info: Mapping[str, Any]) -> Fit:
+def _read_comparable(learn: Learner, run: RecordedRun) -> Record | None:
+    "Return the recorded losses, or None for a run of several processes, whose losses are equal up to rounding."
+    ranks = run.info['ranks']
+    if ranks != learn.world.size:
+        warn_user(
+            f'The run was of {ranks} processes, this is {learn.world.size}: numbers are equal up to rounding, and are '
+            'not compared.'
+        )
+    return run.read_record() if ranks == learn.world.size == 1 else None
+
+
+def make_fit(n_epoch: int | None) -> Fit:
     "Return a function that calls `fit` for as many epochs as the run had."
-    n_epoch = info['n_epoch']
     if n_epoch is None:
         raise OptionError(
             "The run had a budget. Give the function that trained: `fit=lambda learn, **kw: learn.fit('2h', **kw)`."
@@ -197,26 +223,29 @@ def make_fit(info: Mapping[str, Any]) -> Fit:
     return lambda learn, **kw: learn.fit(n_epoch, **kw)
 
 
-def _refuse(reasons: list[str], exact: bool) -> None:
-    if not reasons:
-        return
-    text = '\n  '.join(['The run cannot be repeated exactly:', *reasons])
-    if exact:
-        raise CheckpointError(f'{text}\nTo go there nevertheless: `exact=False`.')
-    warn_user(text)
-
-
-def _go(learn: Learner, run: RecordedRun, origin: Entry | None, until: Time, fit: Fit) -> Moment:
-    "Train from the checkpoint up to the batch, and stand there."
-    outside = _collect_outside(learn)
-    resume = None
+def _go(
+    learn: Learner,
+    run: RecordedRun,
+    origin: Entry | None,
+    until: Time,
+    fit: Fit,
+    record: Record | None,
+    exact: bool,
+) -> Moment:
+    "Train from the checkpoint up to the batch."
+    resume, saved = None, dict[str, Any]()
     if origin is not None:
-        resume, callbacks = _read_checkpoint(learn, run, origin)
-        outside |= {key: callbacks[key] for key in outside if key in callbacks}
-    stop = StopBefore(until, None if resume is None else resume.state, run.info['callbacks'])
-    travel(learn, stop, fit, resume or False)
+        resume, saved = _read_checkpoint(learn, run, origin)
+    outside = _collect_outside(learn, saved)
+    needed = set(run.info['callbacks']).difference(key for _, key in _list_silent(learn))
+    stop = StopBefore(until, None if resume is None else resume.state, needed)
+    try:
+        travel(learn, stop, fit, resume or False)
+    finally:
+        learn.parts.rewound = run.folder.absolute()
     if not stop.drawn:
-        raise CheckpointError(f'The run ends before {until}: there is no batch to stand before.')
+        raise CheckpointError(f'The run ends before {until}: there is no such batch.')
+    _run_lazy_layers(learn, stop.drawn['xb'])
 
     def find_before(ba: int) -> Any:
         "Return where to resume to come to a batch: a checkpoint, the start of the run, or None."
@@ -225,7 +254,17 @@ def _go(learn: Learner, run: RecordedRun, origin: Entry | None, until: Time, fit
             return stop.first if ba >= run.first else None
         return _read_checkpoint(learn, run, before)[0]
 
-    return Moment(learn, fit, stop, outside, find_before)
+    return Moment(learn, fit, stop, outside, find_before, record, exact)
+
+
+def _run_lazy_layers(learn: Learner, xb: tuple[Any, ...]) -> None:
+    "Let lazy layers that have not run yet become ordinary ones: a look could not undo it."
+    if not any(isinstance(m, LazyModuleMixin) for m in learn.model.modules()):
+        return
+    given = patch.object(learn, 'xb', xb)
+    with preserved_modes(learn.model), preserved_rng(), torch.no_grad(), given:
+        learn.model.eval()
+        learn.seams.model(learn)
 
 
 def _read_checkpoint(
@@ -240,8 +279,20 @@ def _read_checkpoint(
     return resume, callbacks
 
 
-def _collect_outside(learn: Learner) -> dict[str, Any]:
-    "Return the states of the callbacks that are left out while the run is repeated."
+def _collect_outside(learn: Learner, saved: Mapping[str, Any]) -> dict[str, Any]:
+    "Return the states that the callbacks of `_list_silent` have in a branch, from those in a checkpoint."
+    outside = {}
+    states = learn.callback_states()
+    for cb, key in _list_silent(learn):
+        state_without_files = declared(cb, 'state_without_files')
+        if state_without_files is not None:
+            outside[key] = state_without_files()
+        elif key in states:
+            outside[key] = saved.get(key, states[key])
+    return outside
+
+
+def _list_silent(learn: Learner) -> list[tuple[Any, str]]:
+    "Return the callbacks that are left out while the run is repeated, with their keys."
     keys = learn.parts.callbacks.keys
-    silent = {keys[id(cb)] for cb in learn.cbs if declared(cb, 'writes_files')}
-    return {key: state for key, state in learn.callback_states().items() if key in silent}
+    return [(cb, keys[id(cb)]) for cb in learn.cbs if declared(cb, 'writes_files')]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +91,14 @@ class _Loss(nn.Module):
         self.model = learn.model
         self._learn = [learn]  # in a list, because it is not a part
 
-    def forward(self, xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Tensor:
+    def forward(self, xb: tuple[Any, ...], yb: tuple[Any, ...], index: Tensor) -> Tensor:
         learn = self._learn[0]
         learn.xb, learn.yb = xb, yb
         output = learn.pred = learn.seams.model(learn)
-        loss: Tensor | None = learn.seams.loss(learn, output)
+        # a loss function that knows more of each sample than the targets, such as MixUp's
+        narrowed = getattr(learn.loss_func, 'narrowed', None)
+        with nullcontext() if narrowed is None else narrowed(index):
+            loss: Tensor | None = learn.seams.loss(learn, output)
         if loss is None:
             raise LossError('samples(): the batch has no loss, so its samples have none.')
         return loss.mean()
@@ -108,6 +112,12 @@ def measure_samples(
 
     Each sample goes through the model alone, in evaluation mode: BatchNorm uses its running statistics."""
     xb, yb = learn.xb, learn.yb
+    owner = getattr(learn.loss_func, '__self__', None)
+    if any(owner is cb for cb in learn.cbs):
+        raise LossError(
+            f'samples(): {type(owner).__name__} computes the loss of the whole batch at once, and not of one sample. '
+            '`moment.step(without=[i])` leaves samples out.'
+        )
     loss = _Loss(learn)
     params = {name: p for name, p in loss.named_parameters() if p.requires_grad}
     contexts = learn.contexts('forward')
@@ -116,8 +126,9 @@ def measure_samples(
         found = _measure_together(loss, params, xb, yb) if vectorized else None
         if found is None:
             n = find_bs(xb, yb, size_func_of(learn))
-            parts = microbatches(xb, yb, 1, n)
-            found = [_measure_one(loss, params, *part) for part in parts]
+            device = tensors_in(xb)[0].device if tensors_in(xb) else None
+            parts = zip(microbatches(xb, yb, 1, n), torch.arange(n, device=device), strict=True)
+            found = [_measure_one(loss, params, *part, i[None]) for part, i in parts]
     learn.xb, learn.yb = xb, yb
     total = sum(norm for _, norm in found if not isnan(norm)) or 1.0
     rows = [
@@ -128,10 +139,14 @@ def measure_samples(
 
 
 def _measure_one(
-    loss: nn.Module, params: Mapping[str, Tensor], xb: tuple[Any, ...], yb: tuple[Any, ...]
+    loss: nn.Module,
+    params: Mapping[str, Tensor],
+    xb: tuple[Any, ...],
+    yb: tuple[Any, ...],
+    index: Tensor,  # position of the sample in the batch, shape (1,)
 ) -> tuple[float, float]:
     "Return the loss of one sample, and the norm of its gradient."
-    value = loss(xb, yb)
+    value = loss(xb, yb, index)
     grads = torch.autograd.grad(value, [*params.values()], allow_unused=True)
     return value.item(), _norm([g for g in grads if g is not None]).item()
 
@@ -144,18 +159,21 @@ def _measure_together(
     if any(not t.ndim or len(t) != n for t in tensors_in((xb, yb))):
         return None
 
-    def measure(values: Mapping[str, Tensor], xb: Any, yb: Any) -> tuple[Tensor, Tensor]:
-        one = map_tensors((xb, yb), lambda t: t.unsqueeze(0))
+    def measure(
+        values: Mapping[str, Tensor], xb: Any, yb: Any, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        one = map_tensors((xb, yb, index), lambda t: t.unsqueeze(0))
         grads, value = grad_and_value(lambda p: functional_call(loss, p, one))(values)
         return value, _norm([*grads.values()])
 
     size = sum(p.numel() for p in params.values())
     values = {name: p.detach() for name, p in params.items()}
+    index = torch.arange(n, device=tensors_in(xb)[0].device)
     together = vmap(
-        measure, (None, 0, 0), randomness='different', chunk_size=max(1, _MOST // max(size, 1))
+        measure, (None, 0, 0, 0), randomness='different', chunk_size=max(1, _MOST // max(size, 1))
     )
     try:
-        losses, norms = together(values, xb, yb)
+        losses, norms = together(values, xb, yb, index)
     except _UNSUPPORTED:
         return None
     return list(zip(losses.tolist(), norms.tolist(), strict=True))

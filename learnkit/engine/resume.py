@@ -87,6 +87,23 @@ def find_checkpoint_folder(learn: Learner) -> Path:
     return next(iter(list_checkpoint_folders(learn)), learn.path / 'checkpoints')
 
 
+def check_rewound(learn: Learner, resume: Any) -> None:
+    """Raise `CheckpointError` for a new fit that would write into the folder of the run that was rewound.
+
+    A fit that resumes replaces the state that `rewind` has set, and ends the check."""
+    folder = learn.parts.rewound
+    if folder is None:
+        return
+    if resume is not None and resume is not False:
+        learn.parts.rewound = None
+        return
+    if folder in [place.absolute() for place in list_checkpoint_folders(learn)]:
+        raise CheckpointError(
+            f'`rewind` has put this Learner into the middle of the run in {folder}, and a new fit would write there: '
+            'pass `resume=moment` to continue in a separate folder, or set `learn.path`.'
+        )
+
+
 def checkpoint_point(learn: Learner) -> str:
     "Return the point of the checkpoint event that is running, 'batch', 'epoch' or 'iteration', or ''."
     for _, event in list_running(learn):

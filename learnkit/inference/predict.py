@@ -83,7 +83,8 @@ def validate(
         loaders = [('train' if ds_idx == 0 else 'valid', shard_loader(learn, dl)[0])]
     elif not evaluation_loaders(learn.dls):
         _get_loader(learn, 1)  # raises
-    outer_record = learn.__dict__.get('final_record')  # set if a callback of a run validates
+    # set if a callback of a run validates
+    outer_record = {k: v for k, v in learn.__dict__.items() if k == 'final_record'}
     learn.final_record = None
     try:
         with (
@@ -99,7 +100,8 @@ def validate(
         return learn.final_record
     finally:
         if learn.run.kind:
-            learn.final_record = outer_record
+            del learn.final_record
+            learn.__dict__.update(outer_record)
 
 
 def get_preds(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from learnkit import Callback, Checkpoint, DataLoaders, GradientClip, Learner
-from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
 from learnkit.debug.difference import Difference, first_difference
 from learnkit.optim import Adam
 
@@ -175,3 +175,215 @@ def test_the_first_larger_difference(tmp_path: Path) -> None:
     found = first_difference(make(tmp_path / 'a'), b, atol=1e-3)
     assert found is not None
     assert (found.batch, found.callback, found.what) == (4, 'Plant', 'xb')
+
+
+# -- differences that no recorded loss shows -------------------------------------------------------
+
+
+class Shifted(Dataset[tuple[Tensor, Tensor]]):
+    "Validation rows, of which one may be shifted."
+
+    def __init__(self, shift: float) -> None:
+        self.x = torch.linspace(-1, 1, 64).reshape(16, 4)
+        self.x[5] += shift
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.x[i].sum(0, keepdim=True)
+
+
+def make_normed(
+    path: Path,
+    *cbs: Any,
+    shift: float = 0.0,
+    metrics: Any = None,
+    every: str = '5ba',
+    **options: Any,
+) -> Learner:
+    torch.manual_seed(0)
+    x = torch.randn(N, 4)
+    dl = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BS, shuffle=True)
+    layers = (nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    learn = Learner(
+        DataLoaders(dl, DataLoader(Shifted(shift), BS)),
+        nn.Sequential(*layers),
+        nn.MSELoss(),
+        opt_func=Adam,
+        lr=0.01,
+        path=path,
+        metrics=metrics,
+        cbs=[Checkpoint(every, keep_last=None), *cbs],
+        **options,
+    )
+    learn.logger = lambda *_: None
+    return learn
+
+
+@torch.no_grad()
+def change_bias(learn: Learner) -> None:
+    learn.model[3].bias.add_(0.01)
+
+
+def change_variance(learn: Learner) -> None:
+    learn.model[1].running_var.mul_(1.5)
+
+
+def change_state(learn: Learner) -> None:
+    learn.opt.state[next(learn.model.parameters())]['exp_avg_sq'].mul_(2)
+
+
+class ChangeValidation(Callback):
+    "Scale the inputs of the second evaluation."
+
+    order = 5
+
+    def before_batch(self) -> None:
+        if not self.training and self.learn.epoch == 1:
+            self.learn.xb = (self.learn.xb[0] * 1.01,)
+
+
+def skip_batch(learn: Learner) -> None:
+    raise CancelBatchException
+
+
+LAST = 3 * N // BS - 1
+SILENT: dict[str, tuple[dict[str, Any], Callable[[], list[Any]], Expected, str]] = {
+    # options, callbacks, what has to be found, and in which record it is seen
+    'buffer': (
+        {},
+        lambda: [Plant('after_step', 8, change_variance)],
+        (8, 'after_step', 'Plant', 'buffer 1.running_var'),
+        'valid_loss after batch 12',
+    ),
+    'buffer without evaluation': (
+        {'eval_every': None},
+        lambda: [Plant('after_step', 8, change_variance)],
+        (8, 'after_step', 'Plant', 'buffer 1.running_var'),
+        'checkpoints after batch 10',
+    ),
+    'final weights': (
+        {},
+        lambda: [Plant('after_batch', LAST, change_bias)],
+        (LAST, 'after_batch', 'Plant', 'weight 3.bias'),
+        'valid_loss after batch 18',
+    ),
+    'final weights without evaluation': (
+        {'eval_every': None},
+        lambda: [Plant('after_batch', LAST, change_bias)],
+        (LAST, 'after_batch', 'Plant', 'weight 3.bias'),
+        'checkpoints after batch 18',
+    ),
+    'final optimizer': (
+        {},
+        lambda: [Plant('after_batch', LAST, change_state)],
+        (LAST, 'after_batch', 'Plant', 'optimizer state of 0.weight'),
+        'checkpoints after batch 18',
+    ),
+    'final generator': (
+        {},
+        lambda: [Plant('after_batch', LAST, lambda learn: torch.rand(1))],
+        (LAST, 'after_batch', 'Plant', 'random numbers'),
+        'checkpoints after batch 18',
+    ),
+    'validation in a callback': (
+        {},
+        lambda: [ChangeValidation()],
+        (12, 'before_batch', 'ChangeValidation', 'xb'),
+        'valid_loss after batch 12',
+    ),
+    'validation data': (
+        {'shift': 0.01},
+        list,
+        (6, 'after_draw', '', 'batch'),
+        'valid_loss after batch 6',
+    ),
+    'metric': (
+        {'metrics': lambda pred, y: 2 * pred.mean()},
+        list,
+        (6, 'after_eval', '', '<lambda>'),
+        '<lambda> after batch 6',
+    ),
+}
+
+
+@pytest.mark.parametrize('every', ['5ba', '1ep'])
+@pytest.mark.parametrize('name', SILENT)
+def test_a_difference_without_another_loss(name: str, every: str, tmp_path: Path) -> None:
+    options, cbs, expected, seen = SILENT[name]
+    shared = {'every': every}
+    if 'eval_every' in options:
+        shared |= options
+    if name == 'metric':
+        shared['metrics'] = lambda pred, y: pred.mean()
+    sides: list[tuple[Path, dict[str, Any], Callable[[], list[Any]]]] = [
+        (tmp_path / 'a', shared, list),
+        (tmp_path / 'b', shared | options, cbs),
+    ]
+    for folder, own, more in sides:
+        with make_normed(folder, *more(), **own).no_bar() as learn:
+            learn.fit(3)
+    a, b = (make_normed(folder, *more(), **own) for folder, own, more in sides)
+    found = first_difference(a, b)
+    assert is_found(found, expected), f'{found!r}, expected {expected}'
+    assert found is not None and found.first_loss is None
+    if 'checkpoints' not in seen or every == '5ba':
+        assert seen in str(found)
+
+
+def test_a_skipped_batch(tmp_path: Path) -> None:
+    sides: list[tuple[str, list[Any]]] = [
+        ('a', []),
+        ('b', [Plant('before_batch', 4, skip_batch)]),
+        ('c', [Plant('before_batch', 4, skip_batch), Plant('after_step', 9, change_bias)]),
+    ]
+    for name, cbs in sides:
+        with make_normed(tmp_path / name, *cbs).no_bar() as learn:
+            learn.fit(3)
+
+    def make_side(i: int) -> Learner:
+        return make_normed(tmp_path / sides[i][0], *sides[i][1])
+
+    one = first_difference(make_side(0), make_side(1))
+    assert is_found(one, (4, 'before_batch', 'Plant', 'event (')), one
+    assert one is not None and one.first_loss == 4 and one.losses[1] is None
+    both = first_difference(make_side(1), make_side(2))
+    assert is_found(both, (9, 'after_step', 'Plant', 'weight 3.bias')), both
+
+
+def test_one_fit_is_compared_with_each_record(tmp_path: Path) -> None:
+    def cycle(n: int, lr: float) -> Callable[..., Any]:
+        return lambda learn, **options: learn.fit_one_cycle(n, lr, **options)
+
+    for name, n, lr in (('a', 3, 0.01), ('b', 4, 0.01), ('c', 3, 0.02)):
+        with make_normed(tmp_path / name).no_bar() as learn:
+            cycle(n, lr)(learn)
+    a, b, c = (tmp_path / name for name in 'abc')
+    found = first_difference(a, b, make=make_normed, fit=cycle(3, 0.01))
+    assert found is not None and found.what == 'number of epochs (3 and 4)'
+    with pytest.raises(CheckpointError, match='had the loss') as error:
+        first_difference(a, c, make=make_normed, fit=cycle(3, 0.01))
+    assert f'{c / "checkpoints"} was repeated' in error.value.__notes__[-1]
+    assert first_difference(a, a, make=make_normed, fit=cycle(3, 0.01)) is None
+
+
+def test_an_evaluation_of_an_earlier_fit(tmp_path: Path) -> None:
+    for name, shift in (('a', 0.0), ('b', 0.01)):
+        learn = make_normed(tmp_path / name)
+        with learn.no_bar():
+            learn.dls.valid.dataset.x[5] += shift
+            learn.fit(1)
+            learn.dls.valid.dataset.x[5] -= shift
+            learn.fit(2)
+    found = first_difference(tmp_path / 'a', tmp_path / 'b', make=make_normed)
+    assert found is not None and (found.event, found.what) == ('after_eval', 'valid_loss')
+    assert 'valid_loss after batch 6' in found.seen
+
+
+def test_another_number_of_epochs(tmp_path: Path) -> None:
+    for name, n in (('a', 3), ('b', 4)):
+        with make_normed(tmp_path / name).no_bar() as learn:
+            learn.fit(n)
+    found = first_difference(tmp_path / 'a', tmp_path / 'b', make=make_normed)
+    assert found is not None and found.what == 'number of epochs (3 and 4)'

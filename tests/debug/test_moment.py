@@ -2,17 +2,177 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from learnkit import Callback, Checkpoint, Learner, MixUp
+from learnkit import (
+    EMA,
+    Callback,
+    Checkpoint,
+    DataLoaders,
+    Learner,
+    MixUp,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+)
 from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.testing import learn_digest
-from tests.helpers.rewinding import BS, EPOCHS, make, train
+from tests.helpers.rewinding import BS, EPOCHS, describe, make, train
+
+
+def split(model: nn.Module) -> list[list[nn.Parameter]]:
+    first, *others = model.children()
+    return [[*first.parameters()], [p for layer in others for p in layer.parameters()]]
+
+
+def fine_tune(learn: Learner, **options: Any) -> None:
+    learn.fine_tune(2, 0.01, freeze_epochs=2, **options)
+
+
+class After(Callback):
+    "Keep a digest of the state after each batch, and the loss."
+
+    order = 9_000
+    run_valid = False
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str] = {}
+        self.losses: dict[int, float] = {}
+
+    def batch_checkpoint(self) -> None:
+        ba = self.learn.time.ba - 1
+        self.digests[ba] = describe(self.learn)
+        self.losses[ba] = self.learn.loss.item()
+
+
+def set_loss(cb: Any) -> None:
+    if cb.learn.epoch == 0:
+        cb.learn.loss_func = nn.L1Loss()
+
+
+PROGRAMS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], Any, tuple[int, ...]]] = {
+    'plain': (list, {}, None, (3, 6, 13, 20)),
+    'frozen': (list, {'splitter': split}, fine_tune, (3, 7, 13, 15, 21, 30)),
+    'best weights': (lambda: [SaveModelCallback()], {}, None, (6, 13, 23)),
+    'mixup': (lambda: [MixUp()], {}, None, (3, 13)),
+    'average': (lambda: [EMA(0.9)], {}, None, (6, 13)),
+    'rate by epoch': (lambda: [ReduceLROnPlateau(patience=1, min_delta=9)], {}, None, (7, 15, 23)),
+    'loss in epoch 1': (lambda: [Callback(after_epoch=set_loss)], {}, None, (8, 9)),
+}
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_three_looks_at_each_moment(name: str, tmp_path: Path) -> None:
+    cbs, options, fit, batches = PROGRAMS[name]
+    run = make(tmp_path, *cbs(), after := After(), **options)
+    with run.no_bar(), run.no_logging(), redirect_stdout(StringIO()):
+        run.fit(EPOCHS) if fit is None else fit(run)
+    for ba in batches:
+        again = make(tmp_path, *cbs(), After(), **options)
+        moment = again.rewind(ba, fit=fit)
+        for _ in range(3):
+            assert moment.step() == after.losses[ba]
+            assert describe(again) == after.digests[ba]
+        moment.step(lr=1.0)
+        moment.step(without=[0])
+        assert moment.play(2)[0] == after.losses[ba]
+        moment.layers()
+        assert moment.step() == after.losses[ba] and describe(again) == after.digests[ba]
+
+
+def test_a_look_at_another_loss_function_is_refused(tmp_path: Path) -> None:
+    losses = train(make(tmp_path, Callback(after_epoch=set_loss)))
+    moment = make(tmp_path, Callback(after_epoch=set_loss)).rewind(10)  # a checkpoint, in epoch 1
+    plain = make(tmp_path / 'plain')
+    for look in (
+        moment.step,
+        lambda: moment.play(3),
+        lambda: moment.step(without=[1]),
+        moment.samples,
+        moment.layers,
+    ):
+        with pytest.raises(CheckpointError, match=f'batch 10 .* had the loss {losses[10]}'):
+            look()
+    assert type(plain.loss_func) is type(moment.learn.loss_func)
+
+
+class Drifting(Dataset[tuple[Tensor, Tensor]]):
+    "Samples that change with the number of reads, which no checkpoint holds."
+
+    def __init__(self) -> None:
+        self.x = torch.randn(64, 4)
+        self._reads = iter(range(10_000))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x = self.x[i] + next(self._reads) / 1000
+        return x, x.sum(0, keepdim=True)
+
+
+def test_another_batch_is_refused_in_each_look(tmp_path: Path) -> None:
+    def make_drifting() -> Learner:
+        learn = make(tmp_path)
+        learn.dls = DataLoaders(DataLoader(Drifting(), BS))
+        learn.remove_cbs(Checkpoint)
+        learn.add_cb(Checkpoint('5ba', keep_last=None, rehearse=False))
+        return learn
+
+    with make_drifting().no_bar() as run:
+        run.fit(1)
+    losses = run.recorder.smooth_loss.raw
+    moment = make_drifting().rewind(3)
+    with pytest.raises(CheckpointError, match='batch 3 is not the same batch'):
+        moment.step()
+    assert moment.losses == dict(enumerate(losses[:3]))
+    with (
+        pytest.warns(UserWarning, match='batch 3 is not the same batch'),
+        pytest.warns(UserWarning, match='batch 3 has the loss'),
+    ):
+        make_drifting().rewind(3, exact=False).step()
+
+
+def test_samples_are_left_out_by_position_or_index(tmp_path: Path) -> None:
+    train(make(tmp_path))
+    moment = make(tmp_path).rewind('13ba')
+    assert moment.indices is not None
+    seen: list[Tensor] = []
+    look = Callback(before_pred=lambda cb: seen.append(cb.x))
+    by_position = moment.step(without=[np.int64(2), torch.tensor(5)], cbs=[look])
+    by_index = moment.step(without_indices=[moment.indices[i] for i in (2, 5)], cbs=[look])
+    assert by_position == by_index
+    expected = moment.xb[0][[0, 1, 3, 4, 6, 7]]
+    assert all(torch.equal(x, expected) for x in seen) and len(seen) == 2
+    other = next(i for i in range(64) if i not in moment.indices)
+    for options, error in (
+        ({'without': [-1]}, r'without=\[-1\].* from 0 to 7'),
+        ({'without': [99]}, r'without=\[99\]'),
+        ({'without': [1.0]}, r'without=\[1\.0\]'),
+        ({'without_indices': [other]}, rf'without_indices=\[{other}\]'),
+        ({'without_indices': [-1]}, r'without_indices=\[-1\]'),
+    ):
+        with pytest.raises(OptionError, match=error):
+            moment.step(**options)
+
+
+def test_a_branch_saves_its_own_best_weights(tmp_path: Path) -> None:
+    with redirect_stdout(StringIO()):
+        train(make(tmp_path, SaveModelCallback()))
+        again = make(tmp_path, SaveModelCallback())
+        with again.no_bar():
+            again.fit(EPOCHS, resume=again.rewind('13ba'))
+    assert (tmp_path / 'branch-13ba' / 'models' / 'model.pth').is_file()
 
 
 def test_another_step(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from learnkit import (
     Callback,
@@ -26,6 +26,7 @@ from learnkit import (
 )
 from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
 from learnkit.debug.rewind import find_spike
+from learnkit.testing import learn_digest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rewinding import BATCHES, EPOCHS, Record, describe, make, train
 
@@ -116,14 +117,120 @@ def test_a_batch_that_was_skipped_has_no_loss(tmp_path: Path) -> None:
         if cb.learn.train_iter == 6:
             raise CancelBatchException
 
-    train(make(tmp_path, Callback(before_batch=skip)))
+    losses = train(make(tmp_path, Callback(before_batch=skip)))
     again = make(tmp_path, Callback(before_batch=skip))
-    for ba, is_skipped in ((6, True), (7, False)):
-        with pytest.warns(UserWarning, match='were not compared'):
-            moment = again.rewind(ba)
-        assert isnan(moment.step()) == is_skipped
-    with pytest.raises(CheckpointError, match='no losses'):
-        make(tmp_path, Callback(before_batch=skip)).rewind(spike=True)
+    assert isnan(again.rewind(6).step())
+    assert again.rewind(7).step() == losses[6]  # the loss after the skipped one
+    assert again.rewind(13).play(3) == losses[12:15]
+    numbered = dict(zip([i for i in range(BATCHES) if i != 6], losses, strict=True))
+    spike = make(tmp_path, Callback(before_batch=skip)).rewind(spike=True)
+    assert spike.ba == find_spike(numbered).value
+    with pytest.raises(CheckpointError, match=r'batch 6 has the loss .*, and had no loss'):
+        make(tmp_path, Callback()).rewind('9ba')
+
+
+def test_batches_after_the_newest_checkpoint_are_refused(tmp_path: Path) -> None:
+    train(make(tmp_path))
+    for file in (tmp_path / 'checkpoints').glob('*.ckpt'):
+        if int(file.stem.rpartition('ba')[2]) > 15:  # as after a kill
+            file.unlink()
+    again = make(tmp_path)
+    moment = again.rewind(15)
+    with pytest.raises(CheckpointError, match='no loss of batch 15'):
+        moment.step()
+    with pytest.raises(CheckpointError, match='no loss of batch 15'):
+        again.rewind(17)
+    with pytest.warns(UserWarning, match='no loss of batch 15'):
+        moment = again.rewind(17, exact=False)
+    with pytest.warns(UserWarning, match='no loss of batch 17'):
+        assert moment.step() > 0
+
+
+def test_another_number_of_epochs_is_refused(tmp_path: Path) -> None:
+    train(make(tmp_path))
+    with (
+        pytest.warns(UserWarning, match='fit of 3 epochs'),
+        pytest.raises(CheckpointError, match='trained 3 epochs, and `fit` trains 5 epochs'),
+    ):
+        make(tmp_path).rewind(13, fit=lambda learn, **kw: learn.fit(5, **kw))
+
+
+class Count(nn.Module):
+    "Line that counts its passes in an attribute that no checkpoint holds."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 1)
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += self.training
+        out: Tensor = self.line(x) * (1 + self.n / 100)
+        return out
+
+
+def make_counting(path: Path) -> Learner:
+    learn = make(path)
+    learn.model = Count()
+    return learn
+
+
+def test_lost_state_is_refused_before_the_first_checkpoint_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=r'model\.n'):
+        train(make_counting(tmp_path))
+    for ba in (3, 13):
+        with pytest.raises(CheckpointError, match=r'model\.n'):
+            make_counting(tmp_path).rewind(ba)
+
+
+def test_lazy_layers_before_the_first_checkpoint_are_refused(tmp_path: Path) -> None:
+    def make_lazy() -> Learner:
+        learn = make(tmp_path)
+        torch.manual_seed(0)
+        learn.model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 1))
+        return learn
+
+    losses = train(make_lazy())
+    with pytest.raises(CheckpointError, match='rewind to batch 5 or a later one'):
+        make_lazy().rewind(3)
+    moment = make_lazy().rewind(5)
+    assert [moment.step() for _ in range(3)] == [losses[5]] * 3
+
+
+def test_an_evaluation_in_a_callback_loses_nothing(tmp_path: Path) -> None:
+    def evaluate(cb: Any) -> None:
+        if cb.learn.training and cb.learn.train_iter == 2:
+            cb.learn.validate()
+
+    losses = train(make(tmp_path, Callback(before_batch=evaluate)))
+    assert make(tmp_path, Callback(before_batch=evaluate)).rewind(13).step() == losses[13]
+
+
+def test_a_fit_after_a_rewind_does_not_write_into_the_run(tmp_path: Path) -> None:
+    losses = train(make(tmp_path))
+    again = make(tmp_path)
+    again.rewind(13)
+    before = learn_digest(again)
+    for fit in (
+        lambda: again.fit(1),
+        lambda: again.fit_one_cycle(1, 0.1),
+        lambda: again.fine_tune(1),
+    ):
+        with pytest.raises(CheckpointError, match='resume=moment'):
+            fit()
+        assert learn_digest(again) == before
+    moment = again.rewind(13)
+    with again.no_bar():
+        again.fit(EPOCHS, resume=moment)
+        again.fit(1)  # in the folder of the branch
+    assert make(tmp_path).rewind(13).step() == losses[13]
+    other = make(tmp_path)
+    other.rewind(13)
+    with other.no_bar():
+        other.fit(EPOCHS, resume=True)  # the run itself
+        other.fit(1)
+    assert len(list((tmp_path / 'checkpoints').glob('*.ckpt'))) > 5
 
 
 @pytest.mark.dist

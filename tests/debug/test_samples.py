@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import Callback, DataLoaders, Learner
+from learnkit import Callback, CutMix, DataLoaders, Learner, MixUp
+from learnkit.core.errors import LossError
 from learnkit.debug import samples
 from learnkit.debug.samples import measure_samples
 
@@ -90,6 +91,56 @@ def test_samples_are_those_of_a_loop_by_hand(name: str, monkeypatch: pytest.Monk
             loss, norm = expected[row['position']]
             assert row['loss'] == pytest.approx(loss, rel=1e-5)
             assert row['share'] == pytest.approx(norm / total, rel=1e-4)
+
+
+@pytest.mark.parametrize('blend', [MixUp, CutMix])
+@pytest.mark.parametrize('vectorized', [True, False])
+def test_blended_samples(blend: type[Any], vectorized: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    rows: list[dict[str, Any]] = []
+    expected: list[float] = []
+
+    def look(cb: Any) -> None:
+        mix = cb.learn.cbs.filter(lambda o: isinstance(o, blend))[0]
+        rows.extend(measure_samples(cb.learn, vectorized))
+        with torch.no_grad():
+            pred = model(cb.x).log_softmax(1)
+        share = mix.lam.flatten()
+        for i in range(len(cb.x)):
+            lam = float(share[i if len(share) > 1 else 0])
+            own, other = pred[i, cb.y[i]], pred[i, mix.yb1[0][i]]
+            expected.append(-(lam * own + (1 - lam) * other).item())
+
+    x = torch.randn(8, 1, 4, 4)
+    learn = Learner(DataLoaders([(x, Y)]), model, nn.CrossEntropyLoss(), cbs=blend(2.0))
+    with learn.no_bar():
+        learn.fit(1, cbs=Callback(before_batch=look, order=1000))
+    losses = [row['loss'] for row in sorted(rows, key=lambda row: row['position'])]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class BatchLoss(Callback):
+    "Callback whose method is the loss function, as of fastai's MixUp."
+
+    run_valid = False
+
+    def before_train(self) -> None:
+        self.learn.loss_func = self.compute
+
+    def after_train(self) -> None:
+        self.learn.loss_func = nn.CrossEntropyLoss()
+
+    def compute(self, pred: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(pred, y.flip(0))
+
+
+def test_a_loss_of_the_whole_batch_is_refused() -> None:
+    look = Callback(before_batch=lambda cb: measure_samples(cb.learn))
+    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    learn = Learner(DataLoaders([(X, Y)]), model, loss, cbs=[BatchLoss(), look])
+    with learn.no_bar(), pytest.raises(LossError, match='BatchLoss computes the loss of the whole'):
+        learn.fit(1)
 
 
 class Counting(nn.Linear):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses that a run has recorded, and their comparison with the losses of the same batches trained again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from learnkit.core.errors import CheckpointError
+from learnkit.core.validation import warn_user
+
+
+@dataclass(frozen=True)
+class Record:
+    """Recorded losses of a run, by the number of the batch; a batch of `batches` without a loss was skipped.
+
+    >>> record = Record({3: 0.5, 5: 0.25}, range(3, 6))
+    >>> record.find_other({3: 0.5, 5: 0.25}, range(3, 6))
+    []
+    >>> record.find_other({3: 0.5, 4: 1.0}, range(3, 5)), record.find_other({6: 1.0}, [6])
+    (['batch 4 has the loss 1.0, and had no loss'], ['the run has recorded no loss of batch 6'])
+    """
+
+    losses: Mapping[int, float] = field(default_factory=dict)
+    batches: range = range(0)  # batches that the record covers
+
+    def find_other(self, losses: Mapping[int, float], batches: Iterable[int]) -> list[str]:
+        "Return a description of the first batch whose loss is not the recorded one, bit for bit."
+        for ba in batches:
+            if ba not in self.batches:
+                return [f'the run has recorded no loss of batch {ba}']
+            if not is_same_loss(losses.get(ba), self.losses.get(ba)):
+                now, known = (describe_loss(o.get(ba)) for o in (losses, self.losses))
+                return [f'batch {ba} has {now}, and had {known}']
+        return []
+
+
+def is_same_loss(a: float | None, b: float | None) -> bool:
+    "Return True for equal losses, and for two batches without a loss; NaN equals itself."
+    if a is None or b is None:
+        return a is b
+    return a == b or (a != a and b != b)
+
+
+def describe_loss(loss: float | None) -> str:
+    "Return a loss as a noun phrase."
+    return 'no loss' if loss is None else f'the loss {loss!r}'
+
+
+def read_record(
+    recorder: Mapping[str, Any],  # state of the Recorder; may be empty
+    first: int,  # number of the first batch of the fit
+    n: int,  # number of batches up to the checkpoint
+) -> Record:
+    "Return the losses in a Recorder's state; the record is empty if they cannot be assigned to batches."
+    losses = recorder.get('smooth_loss', {}).get('raw', ())
+    # checkpoints of older versions do not have it
+    skipped = set(recorder['skipped'].tolist()) if 'skipped' in recorder else set()
+    numbers = [i for i in range(n) if i not in skipped]
+    if not len(losses) or len(losses) != len(numbers):
+        return Record()
+    found = {first + i: float(loss) for i, loss in zip(numbers, losses, strict=True)}
+    return Record(found, range(first, first + n))
+
+
+def refuse(reasons: list[str], exact: bool) -> None:
+    "Raise `CheckpointError` with the reasons why a run is not repeated exactly; warn if `exact` is False."
+    if not reasons:
+        return
+    text = '\n  '.join(['The run cannot be repeated exactly:', *reasons])
+    if exact:
+        raise CheckpointError(f'{text}\nTo rewind anyway, pass `exact=False`.')
+    warn_user(text)
