@@ -20,7 +20,6 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -33,6 +32,7 @@ from learnkit.checkpoint.buffers import (
 )
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
+from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.schema import check_state
 from learnkit.checkpoint.weights import (
@@ -43,10 +43,9 @@ from learnkit.checkpoint.weights import (
     compare_stored,
     load_stored,
 )
-from learnkit.core.device import has_streams, synchronize
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.model import bare_model
-from learnkit.core.plain import as_plain, identify_memory, to_plain
+from learnkit.core.plain import as_plain, to_plain
 from learnkit.core.random import capture_own, capture_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
@@ -55,9 +54,6 @@ from learnkit.distributed.dtensor import (
     distribute_like,
     find_reading_mesh,
     gather_full_state,
-    is_dtensor,
-    local_shard,
-    on_host,
 )
 from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import collect_nondeterministic_state
@@ -470,31 +466,3 @@ def _list_modules(learn: Learner) -> list[tuple[str, nn.Module]]:
     "Return the model and the loss function, if it is a module, with their names in a state."
     modules = [('model', bare_model(learn.model)), ('loss_func', learn.loss_func)]
     return [(name, m) for name, m in modules if isinstance(m, nn.Module)]
-
-
-def copy_to_host(state: Any) -> Any:
-    "Return a nested state with its tensors copied to host memory; tensors that share memory are copied once."
-    copies: dict[Any, Tensor] = {}  # by memory
-
-    def copy(value: Any) -> Any:
-        if type(value) is int:  # first, because Python's random state has 625 of them
-            return value
-        if is_dtensor(value):
-            return on_host(value, copy(local_shard(value)))
-        if isinstance(value, Tensor):
-            key = identify_memory(value)
-            if key not in copies:
-                ahead = has_streams(value.device)
-                new = torch.empty_like(value, device='cpu', pin_memory=ahead)
-                copies[key] = new.copy_(value, non_blocking=ahead)
-            return copies[key]
-        if isinstance(value, Mapping):
-            return {k: copy(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(copy, value))
-        return value
-
-    with torch.no_grad():
-        copied = copy(state)
-    synchronize()  # once for all tensors
-    return copied

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.resume_check import silenced
-from learnkit.checkpoint.state import collect_state, copy_to_host
+from learnkit.checkpoint.state import collect_state
 from learnkit.core.batch import find_bs, map_tensors, take_rows
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.time import Time
