@@ -198,7 +198,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
         path, state, info = found
         state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))
         state = check_state(state, path)
-        r = ResumeState(state, restore_state, path, info)
+        r = ResumeState(state, restore_state, path, info, is_owner=True)
     if not r.loop['place']:
         raise CheckpointError(
             'This state was taken outside of a fit, so there is nothing to resume: restore it with '
@@ -400,11 +400,14 @@ def _find_trained(state: Mapping[str, Any]) -> Stored:
 
 
 def restore_state(learn: Learner, resume: ResumeState) -> None:
-    "Restore all state, random generators last."
+    """Restore all state, random generators last. Afterwards `resume` holds no large tensors.
+
+    If nothing else refers to the tensors of the state, the optimizers use them as their own.
+    """
     learn.parts.resuming = None
     learn.resumed = False
     state = resume.state
-    load_stored(learn, _find_trained(state))
+    load_stored(learn, _find_trained(state), copy=not resume.is_owner)
     restore_loose_buffers(learn.model, state['buffers'])
     restore_loose_buffers(learn.loss_func, state.get('loss_buffers', {}))
     _restore_flags(learn, state)
@@ -417,6 +420,15 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
         missing = restore_own(module, state.get('generators', {}).get(name, {}))
         warn_of_missing_generators(name, missing)
     learn.parts.strategy.after_restore(learn, resume)
+    # a fit holds `resume` until its end
+    resume.state = {
+        **state,
+        'model': {},
+        'loss_func': None,
+        'optimizer': None,
+        'callbacks': {},
+        'grads': {},
+    }
 
 
 def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:

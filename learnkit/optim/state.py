@@ -123,8 +123,12 @@ def find_lists(
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: Optimizers, state: Any) -> None:
-    "Load a copy of a state, for which `find_differences` is empty, into the optimizers."
+def load_state(
+    opt: Optimizers,
+    state: Any,  # state for which `find_differences` is empty
+    copy: bool = True,  # whether the tensors of `state` are copied
+) -> None:
+    "Load a state into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
@@ -134,8 +138,8 @@ def load_state(opt: Optimizers, state: Any) -> None:
         params: dict[Any, Any] = {}
         for group, saved in zip(own, groups, strict=True):
             params.update(zip(saved['params'], group['params'], strict=True))
-        # torch would keep references to the tensors of the state
-        copies = {i: _copy_state(s, params.get(i)) for i, s in states[name]['state'].items()}
+        # torch keeps references to the tensors that it is given
+        copies = {i: _adapt_state(s, params.get(i), copy) for i, s in states[name]['state'].items()}
         merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
         o.load_state_dict({'state': copies, 'param_groups': merged})
         for group, loaded in zip(own, o.param_groups, strict=True):
@@ -146,12 +150,15 @@ def load_state(opt: Optimizers, state: Any) -> None:
         match_strides(o)
 
 
-def _copy_state(state: Any, p: Any) -> Any:
-    "Return a copy of a parameter's state, sharded if the parameter is sharded."
-    return map_tensors(
-        state,
-        lambda t: distribute_like(t, p) if is_dtensor(p) and t.shape == p.shape else t.clone(),
-    )
+def _adapt_state(state: Any, p: Any, copy: bool) -> Any:
+    "Return a parameter's state or a copy of it, sharded if the parameter is sharded."
+
+    def adapt(t: Tensor) -> Any:
+        if is_dtensor(p) and t.shape == p.shape:
+            return distribute_like(t, p)
+        return t.clone() if copy else t
+
+    return map_tensors(state, adapt)
 
 
 def merge_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -487,9 +487,10 @@ class OptimWrapper(torch.optim.Optimizer):
             return self[0].state_dict()
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], copy: bool = True) -> None:
         """Load a copy of a state dict to the devices of the parameters.
 
+        With `copy=False` the optimizers may use the tensors of `state_dict` as their own, and change them.
         The options `foreach`, `fused` and `capturable` keep their current values. Raises `OptimizerError`, with
         nothing changed, for a state that does not fit.
         """
@@ -498,7 +499,7 @@ class OptimWrapper(torch.optim.Optimizer):
             raise OptimizerError(
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
-        load_state(self, state_dict)
+        load_state(self, state_dict, copy)
         self.spare_from_decay(is_loaded=True)
         if self.is_training:
             self.train()
