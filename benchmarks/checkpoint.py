@@ -6,6 +6,9 @@ save-stall  the time for which training stops. With plain torch: `torch-save`; `
             which does the same as `safe` and computes a digest, in the foreground or in the background.
 save-lost   the total: the time of a save and of the batches until the file is complete (at least 16), which the
             writing thread slows down, minus the time of as many batches without a save.
+save-memory, resume-memory
+            memory and waiting time of saves of 200 MB and of 1 GB, and memory of a resume, compared with `torch.save`
+            and `torch.distributed.checkpoint.async_save` (`benchmarks/save_memory.py`).
 
     python -m benchmarks.checkpoint
 """
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import save_memory
 from benchmarks.cli import command_line
 from benchmarks.harness import Workload
 
@@ -191,7 +195,17 @@ def build(workload: str, subject: str) -> Callable[[], float]:
 
 def main(argv: list[str] | None = None) -> int:
     "Measure what the command line asks for, print the tables, and return the exit status."
-    return command_line('checkpoint', __doc__, WORKLOADS, argv, rounds=7)
+    return command_line(
+        'checkpoint', __doc__, WORKLOADS, argv, rounds=7, measure_more=measure_memory
+    )
+
+
+def measure_memory(rounds: int) -> str:
+    "Return the tables of memory, for 200 MB in all rounds and for 1 GB in one."
+    sizes = {200: rounds, 1000: 1}
+    return '\n\n'.join(
+        save_memory.report(mb, save_memory.measure(mb, n)) for mb, n in sizes.items()
+    )
 
 
 if __name__ == '__main__':

@@ -17,8 +17,12 @@ def command_line(
     workloads: Mapping[str, Workload],
     argv: list[str] | None,  # None: the arguments of the process
     rounds: int,  # default number of rounds
+    measure_more: Callable[[int], str] | None = None,  # f(rounds): tables apart from the workloads
 ) -> int:
-    "Measure what the command line asks for, print the tables, and return the exit status."
+    """Measure what the command line asks for, print the tables, and return the exit status.
+
+    `measure_more` is called unless the command line selects workloads or subjects.
+    """
     known = list(
         dict.fromkeys(subject for workload in workloads.values() for subject in workload.subjects)
     )
@@ -36,9 +40,11 @@ def command_line(
         help=f'of {", ".join(known)}; all that are installed if not given',
     )
     args = parser.parse_args(argv)
-    return run(
-        [(workloads[name], args.frameworks) for name in args.workloads], args.rounds, args.json
-    )
+    chosen = [(workloads[name], args.frameworks) for name in args.workloads]
+    status = run(chosen, args.rounds, args.json)
+    if measure_more is not None and len(chosen) == len(workloads) and args.frameworks is None:
+        print(f'\n{measure_more(args.rounds)}', flush=True)
+    return status
 
 
 def run(

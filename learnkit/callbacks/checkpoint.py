@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, cast
 
 import torch
 from fastcore.basics import noop
@@ -30,9 +30,10 @@ from learnkit.checkpoint.folder import (
     sweep_folders,
     write_own_files,
 )
+from learnkit.checkpoint.host import HostMemory, view_on_host
 from learnkit.checkpoint.mirror import Mirror, Uploader
 from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
-from learnkit.checkpoint.state import collect_state, copy_to_host
+from learnkit.checkpoint.state import collect_state
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
@@ -62,8 +63,9 @@ class Checkpoint(Callback):
     (`learn.checkpoint_state()`).
 
     Training waits only for a copy of the state to host memory; a background thread writes the file. An error in the
-    thread is raised at the next batch. A second checkpoint waits for the first. `background=False` writes
-    synchronously.
+    thread is raised at the next batch. A second checkpoint waits for the first, and is copied into the same memory,
+    which is freed at the end of the fit. `background=False` writes synchronously, without a copy of tensors that are
+    in host memory.
 
     If the weights are sharded (strategy 'fsdp'), each rank writes its shards by `torch.distributed.checkpoint` to a
     folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it.
@@ -161,6 +163,7 @@ class Checkpoint(Callback):
         self._lost: list[str] = []  # what the rehearsal has warned of
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
+        self._memory: HostMemory | None = None  # memory of the copy that the thread writes
         self._writers: Writers | None = None  # writers of the shards, on all ranks
         self._run_id = ''
         self._monitored: str | None = None  # name of the monitored value
@@ -338,7 +341,7 @@ class Checkpoint(Callback):
             )
         learn.world.run_on_all(self._wait)
         self._rehearse(point)
-        state = self._collect_state(point)
+        state = self._collect_state(point, background)
         path, files = self._write_own_files()
         if files:
             state['files'] = files
@@ -407,8 +410,11 @@ class Checkpoint(Callback):
             'lost': self._lost,
         }
 
-    def _collect_state(self, point: str) -> dict[str, Any]:
-        "Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks."
+    def _collect_state(self, point: str, background: bool) -> dict[str, Any]:
+        """Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks.
+
+        For the background it is a copy, in the memory of the last copy, which has been written.
+        """
         learn = self.learn
         if self.trainable_only:
             self._trained |= find_trainable(learn.model)
@@ -419,8 +425,10 @@ class Checkpoint(Callback):
             state = self._separate_shards(state)
         elif not learn.world.is_first:
             return state
-        host_state: dict[str, Any] = copy_to_host(state)
-        return host_state
+        if not background:
+            return cast(dict[str, Any], view_on_host(state))
+        self._memory = self._memory or HostMemory()
+        return cast(dict[str, Any], self._memory.copy(state))
 
     def _separate_shards(self, state: dict[str, Any]) -> dict[str, Any]:
         "Return the state with this rank's shards apart, as `parts`; in other ranks than rank 0 only the shards."
@@ -560,6 +568,7 @@ class Checkpoint(Callback):
         self._has_folder = False
         self._run_id = ''
         self._thread = None
+        self._memory = None
         self._run_entries = []
         if self._writers is not None:
             self._writers.close()

@@ -20,7 +20,6 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -33,6 +32,7 @@ from learnkit.checkpoint.buffers import (
 )
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
+from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.schema import check_state
@@ -44,10 +44,9 @@ from learnkit.checkpoint.weights import (
     compare_stored,
     load_stored,
 )
-from learnkit.core.device import has_streams, synchronize
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.model import bare_model
-from learnkit.core.plain import as_plain, identify_memory
+from learnkit.core.plain import as_plain
 from learnkit.core.random import capture_own, capture_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
@@ -56,9 +55,6 @@ from learnkit.distributed.dtensor import (
     distribute_like,
     find_reading_mesh,
     gather_full_state,
-    is_dtensor,
-    local_shard,
-    on_host,
 )
 from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import collect_nondeterministic_state
@@ -204,7 +200,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
         path, state, info = found
         state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))
         state = check_state(state, path)
-        r = ResumeState(state, restore_state, path, info)
+        r = ResumeState(state, restore_state, path, info, is_owner=True)
     if not r.loop['place']:
         raise CheckpointError(
             'This state was taken outside of a fit, so there is nothing to resume: restore it with '
@@ -406,11 +402,14 @@ def _find_trained(state: Mapping[str, Any]) -> Stored:
 
 
 def restore_state(learn: Learner, resume: ResumeState) -> None:
-    "Restore all state, random generators last."
+    """Restore all state, random generators last. Afterwards `resume` holds no large tensors.
+
+    If nothing else refers to the tensors of the state, the optimizers use them as their own.
+    """
     learn.parts.resuming = None
     learn.resumed = False
     state = resume.state
-    load_stored(learn, _find_trained(state))
+    load_stored(learn, _find_trained(state), copy=not resume.is_owner)
     restore_loose_buffers(learn.model, state['buffers'])
     restore_loose_buffers(learn.loss_func, state.get('loss_buffers', {}))
     _restore_flags(learn, state)
@@ -423,6 +422,15 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
         missing = restore_own(module, state.get('generators', {}).get(name, {}))
         warn_of_missing_generators(name, missing)
     learn.parts.strategy.after_restore(learn, resume)
+    # a fit holds `resume` until its end
+    resume.state = {
+        **state,
+        'model': {},
+        'loss_func': None,
+        'optimizer': None,
+        'callbacks': {},
+        'grads': {},
+    }
 
 
 def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
@@ -473,31 +481,3 @@ def _list_modules(learn: Learner) -> list[tuple[str, nn.Module]]:
     "Return the model and the loss function, if it is a module, with their names in a state."
     modules = [('model', bare_model(learn.model)), ('loss_func', learn.loss_func)]
     return [(name, m) for name, m in modules if isinstance(m, nn.Module)]
-
-
-def copy_to_host(state: Any) -> Any:
-    "Return a nested state with its tensors copied to host memory; tensors that share memory are copied once."
-    copies: dict[Any, Tensor] = {}  # by memory
-
-    def copy(value: Any) -> Any:
-        if type(value) is int:  # first, because Python's random state has 625 of them
-            return value
-        if is_dtensor(value):
-            return on_host(value, copy(local_shard(value)))
-        if isinstance(value, Tensor):
-            key = identify_memory(value)
-            if key not in copies:
-                ahead = has_streams(value.device)
-                new = torch.empty_like(value, device='cpu', pin_memory=ahead)
-                copies[key] = new.copy_(value, non_blocking=ahead)
-            return copies[key]
-        if isinstance(value, Mapping):
-            return {k: copy(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(copy, value))
-        return value
-
-    with torch.no_grad():
-        copied = copy(state)
-    synchronize()  # once for all tensors
-    return copied

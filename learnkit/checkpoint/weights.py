@@ -279,7 +279,12 @@ def compare_stored(learn: Learner, stored: Stored, strict: bool = True) -> list[
     return lines
 
 
-def load_stored(learn: Learner, stored: Stored, strict: bool = True) -> None:
+def load_stored(
+    learn: Learner,
+    stored: Stored,
+    strict: bool = True,
+    copy: bool = True,  # whether the tensors of the optimizers' state are copied
+) -> None:
     "Load a Learner's model, loss function and optimizers, after `compare_stored`."
     load_weights(learn.model, stored.model, strict)
     if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
@@ -287,7 +292,8 @@ def load_stored(learn: Learner, stored: Stored, strict: bool = True) -> None:
     if stored.opt is not None:
         # the state is loaded to the device of the parameters, so move them first
         move_to_device(learn)
-        learn.opt.load_state_dict(stored.opt, find_converted(learn.model, stored.model))
+        converted = find_converted(learn.model, stored.model)
+        learn.opt.load_state_dict(stored.opt, converted, copy)
 
 
 def find_converted(model: nn.Module, weights: Mapping[str, Any]) -> set[nn.Parameter]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.resume_check import silenced
-from learnkit.checkpoint.state import collect_state, copy_to_host
+from learnkit.checkpoint.state import collect_state
 from learnkit.core.batch import count_samples, find_bs, map_tensors, size_func_of, take_rows
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.time import Time

@@ -276,6 +276,7 @@ def _read_checkpoint(
     callbacks = resume.state['callbacks']
     needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
     resume.state = {**resume.state, 'callbacks': needed}
+    resume.is_owner = False  # a moment keeps the state, too
     return resume, callbacks
 
 

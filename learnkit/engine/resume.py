@@ -46,6 +46,7 @@ class ResumeState:
     restore: Callable[[Any, ResumeState], None]  # f(learn, self): restores it in a Learner
     path: Path | None = None  # file of the checkpoint
     info: dict[str, Any] = field(default_factory=dict)  # metadata of the file
+    is_owner: bool = False  # whether nothing else refers to the tensors of the state
     before: Any = None  # restores the Learner as it was, until the first batch is trained
     next_batch: int = 0  # number of the next batch, in the epoch of the checkpoint
 

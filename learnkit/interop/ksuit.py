@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.state import copy_to_host
+from learnkit.checkpoint.host import copy_to_host
 from learnkit.core.batch import concat, to_device
 from learnkit.core.errors import CallbackError, add_note, add_place
 from learnkit.core.model import model_device, preserved_modes

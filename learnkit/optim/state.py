@@ -161,8 +161,9 @@ def load_state(
     opt: Optimizers,
     state: Any,  # state for which `find_differences` is empty
     converted: Container[Any] = (),  # parameters whose states are cast to their dtype
+    copy: bool = True,  # whether the tensors of `state` are copied
 ) -> None:
-    "Load a copy of a state into the optimizers."
+    "Load a state into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         if len(states[name]['param_groups']) > len(o.param_groups):
@@ -170,21 +171,21 @@ def load_state(
         if OWN_LAYOUT in states[name]:
             o.load_state_dict(copy_value(states[name][OWN_LAYOUT], Tensor.clone))
         else:
-            load_single(o, states[name], converted)
+            load_single(o, states[name], converted, copy)
         match_strides(o)
 
 
 def load_single(
-    o: torch.optim.Optimizer, state: Mapping[str, Any], converted: Container[Any]
+    o: torch.optim.Optimizer, state: Mapping[str, Any], converted: Container[Any], copy: bool
 ) -> None:
-    "Load a copy of a state in torch's layout into one optimizer."
+    "Load a state in torch's layout into one optimizer."
     own = o.param_groups
     groups = state['param_groups']
     params: dict[Any, Any] = {}
     for group, saved in zip(own, groups, strict=True):
         params.update(zip(saved['params'], group['params'], strict=True))
-    # torch would keep references to the tensors of the state
-    copied = {i: copy_like(s, params.get(i)) for i, s in state['state'].items()}
+    # torch keeps references to the tensors that it is given
+    copied = {i: adapt_state(s, params.get(i), copy) for i, s in state['state'].items()}
     # an optimizer may add entries to its state dict
     added = {k: v for k, v in state.items() if k not in ('state', 'param_groups')}
     merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
@@ -244,12 +245,15 @@ def restore_value(
     return rebuild(loaded, [restore_value(a, b, dtype, is_torch) for a, b in pairs])
 
 
-def copy_like(state: Any, p: Any) -> Any:
-    "Return a copy of a parameter's state, sharded if the parameter is sharded."
-    return copy_value(
-        state,
-        lambda t: distribute_like(t, p) if is_dtensor(p) and t.shape == p.shape else t.clone(),
-    )
+def adapt_state(state: Any, p: Any, copy: bool) -> Any:
+    "Return a copy of a parameter's state, sharded if the parameter is; without `copy`, of its containers alone."
+
+    def adapt(t: Tensor) -> Any:
+        if is_dtensor(p) and t.shape == p.shape:
+            return distribute_like(t, p)
+        return t.clone() if copy else t
+
+    return copy_value(state, adapt)
 
 
 def copy_value(value: Any, copy_tensor: Callable[[Tensor], Any]) -> Any:

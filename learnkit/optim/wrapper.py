@@ -507,9 +507,9 @@ class OptimWrapper(torch.optim.Optimizer):
     def load_state_dict(
         self,
         state_dict: dict[str, Any],
-        converted: Container[
-            Any
-        ] = (),  # parameters whose states are cast to their dtype, as torch does
+        # parameters whose states are cast to their dtype, as torch does
+        converted: Container[Any] = (),
+        copy: bool = True,  # False: the optimizers may use the tensors as their own, and change them
     ) -> None:
         """Load a copy of a state dict to the devices of the parameters.
 
@@ -522,7 +522,7 @@ class OptimWrapper(torch.optim.Optimizer):
             raise OptimizerError(
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
-        load_state(self, state_dict, converted)
+        load_state(self, state_dict, converted, copy)
         self.spare_from_decay(is_loaded=True)
         if self.is_training:
             self.train()

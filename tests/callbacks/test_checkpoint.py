@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import wait
 from pathlib import Path
 from threading import Event, Timer
@@ -14,6 +15,7 @@ import torch
 from fastcore.basics import noop
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learnkit import (
     Callback,
@@ -26,6 +28,7 @@ from learnkit import (
 )
 from learnkit.callbacks import Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
+from learnkit.checkpoint import host
 from learnkit.checkpoint.compare import differences
 from learnkit.checkpoint.folder import entries, load_state
 from learnkit.metrics import mae
@@ -317,6 +320,97 @@ def test_what_is_written_is_the_state_of_its_batch(writing: Any, tmp_path: Path)
             d for d in differences(kept[e.info['ba']], load_state(e.path)[0]) if 'sec' not in d
         ]
         assert not found, found
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    "Return the weights and the momentum of a state."
+    momentum = {f'{i}': s['momentum_buffer'] for i, s in state['optimizer']['state'].items()}
+    return {**state['model'], **momentum}
+
+
+def with_momentum(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize('min_mapped', [1, 1 << 30], ids=['mapped', 'allocated'])
+def test_the_background_copies_into_the_memory_of_the_last_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, min_mapped: int
+) -> None:
+    "And what is written late is the state of its batch, the copy is freed at the end, and a new fit starts again."
+    monkeypatch.setattr(host, '_MIN_MAPPED', min_mapped)
+    real = module.write_state
+    seen: list[dict[str, int]] = []
+    alive: list[Any] = []
+    expected: list[dict[str, torch.Tensor]] = []
+
+    def write(path: Any, state: Any, info: Any) -> None:
+        sleep(0.02)
+        tensors = tensors_of(state)
+        seen.append({name: t.data_ptr() for name, t in tensors.items()})
+        alive.extend(map(weakref.ref, tensors.values()))
+        real(path, state, info)
+
+    def keep(cb: Any) -> None:
+        state = {'model': cb.model.state_dict(), 'optimizer': cb.opt.state_dict()}
+        expected.append({name: t.clone() for name, t in tensors_of(state).items()})
+
+    monkeypatch.setattr(module, 'write_state', write)
+    learn = make(
+        Callback(batch_checkpoint=keep),
+        Checkpoint('1ba', tmp_path, keep_last=None),
+        opt_func=with_momentum,
+    )
+    learn.fit(1)
+    assert len(seen) == N + 1 and all(pointers == seen[0] for pointers in seen)
+    assert not {p.data_ptr() for p in learn.model.parameters()} & set(seen[0].values())
+    assert [ref for ref in alive if ref() is not None] == []
+    for e, tensors in zip(reversed(entries(tmp_path)), expected, strict=False):
+        written = tensors_of(load_state(e.path)[0])
+        assert all(written[name].equal(t) for name, t in tensors.items())
+    learn.fit(1)
+    assert len(seen) == 2 * (N + 1)
+
+
+def test_the_foreground_copies_no_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    "The tensors that are written are the tensors that are trained; a save makes no storage as large as a weight."
+    wide = nn.Sequential(nn.Linear(3, 4000), nn.Linear(4000, 1))
+    learn = make(Checkpoint(None, tmp_path, background=False), opt_func=with_momentum)
+    learn.model = wide
+    new: list[int] = []
+    real = module.write_state
+    written: list[dict[str, int]] = []
+
+    def write(path: Any, state: Any, info: Any) -> None:
+        written.append({name: t.data_ptr() for name, t in tensors_of(state).items()})
+        real(path, state, info)
+
+    def save(cb: Any) -> None:
+        state = {'model': cb.model.state_dict(), 'optimizer': cb.opt.state_dict()}
+        own = {name: t.data_ptr() for name, t in tensors_of(state).items()}
+        with Largest(set(own.values())) as largest:
+            cb.learn.checkpoint.save()
+        assert written[-1] == own
+        new.append(largest.nbytes)
+
+    monkeypatch.setattr(module, 'write_state', write)
+    learn.add_cb(Callback(batch_checkpoint=save))
+    learn.fit(1)
+    assert len(new) == N and max(new) < 8000, 'the smallest weight has 12 to 16 kB'
+
+
+class Largest(TorchDispatchMode):
+    "Note the size of the largest storage that an operation returns and that is not known."
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.data_ptr() not in self.known:
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
 
 
 # -- with other callbacks --------------------------------------------------------------------------

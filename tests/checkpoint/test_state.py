@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from learnkit import (
     Learner,
     accuracy,
 )
-from learnkit.callbacks import EarlyStoppingCallback
+from learnkit.callbacks import Checkpoint, EarlyStoppingCallback
+from learnkit.checkpoint import folder
 from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import CheckpointError
 from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop
 
@@ -158,3 +162,49 @@ def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:
     with pytest.warns(UserWarning, match='was stopped in epoch 0'):
         learn.fit(5, resume=kept[-1])
     assert learn.time.ba == 1
+
+
+def momentum(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def buffers_of(state: Any) -> list[torch.Tensor]:
+    return [s['momentum_buffer'] for s in state['optimizer']['state'].values()]
+
+
+def test_a_resumed_fit_keeps_one_copy_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "The optimizer has the momentum that was read, and no weight that was read is kept while the fit runs."
+    make(Checkpoint('3ba', tmp_path, keep_last=None), opt_func=momentum).fit(1)
+    path = next(e.path for e in entries(tmp_path) if e.info['ba'] == 3)
+    read: list[Any] = []
+    pointers: list[int] = []
+    real = folder.read_state
+
+    def read_and_note(path: Path) -> Any:
+        state, info = real(path)
+        read.extend(map(weakref.ref, state['model'].values()))
+        pointers.extend(t.data_ptr() for t in buffers_of(state))
+        return state, info
+
+    def look(cb: Any) -> None:
+        if cb.train_iter == 4:
+            assert [ref for ref in read if ref() is not None] == []
+            own = [s['momentum_buffer'].data_ptr() for s in cb.opt.state_dict()['state'].values()]
+            assert own == pointers
+
+    monkeypatch.setattr(folder, 'read_state', read_and_note)
+    cbs = Callback(before_batch=look), Checkpoint(None, tmp_path)
+    make(*cbs, opt_func=momentum).fit(1, resume=path)
+    assert len(read) == 9 and len(pointers) == 6
+
+
+def test_training_does_not_change_a_state_that_is_given() -> None:
+    _, kept = train_without_stop(
+        lambda: make(opt_func=momentum), lambda learn, resume: learn.fit(2, resume=resume)
+    )
+    given = kept[4]
+    before = [t.clone() for t in [*buffers_of(given), *given['model'].values()]]
+    make(opt_func=momentum).fit(2, resume=given)
+    assert all(map(torch.equal, before, [*buffers_of(given), *given['model'].values()]))

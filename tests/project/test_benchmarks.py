@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import gpu, resume, tasks
+from benchmarks import gpu, resume, save_memory, tasks
 from benchmarks.programs import (
     classify_learnkit,
     classify_loop,
@@ -52,6 +53,26 @@ def test_each_section_runs(section: str, device: str) -> None:
         assert [row[1] for row in rows] == [waits, waits]
     else:
         assert all(float(cell) >= 0 for row in rows for cell in row[1:3])
+
+
+# -- memory of a save ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the system must report the highest memory')
+@pytest.mark.filterwarnings('ignore::FutureWarning', 'ignore::UserWarning')
+def test_the_tables_of_memory_have_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_memory, 'WIDTH', 4)
+    ways = {name: (run, name) for name, run in save_memory.SAVES.items()} | save_memory.RESUMES
+    found: dict[str, Any] = {}
+    for name, (run, source) in ways.items():
+        folder = tmp_path / source
+        folder.mkdir(exist_ok=True)
+        found[name] = [run(1, folder)]
+    table = save_memory.report(200, found).splitlines()
+    assert len(table) == 2 + 2 * len(save_memory.SAVES) + 3 + len(save_memory.RESUMES)
+    assert all(numbers['wait first'] > 0 for name in save_memory.SAVES for numbers in found[name])
 
 
 # -- time to accuracy ------------------------------------------------------------------------------
