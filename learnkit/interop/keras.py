@@ -268,9 +268,7 @@ class ModelView:
     def _list_tensors(self) -> dict[str, torch.Tensor]:
         "Return the parameters and buffers by name; Keras has no place for extra state."
         state = self._model.state_dict()
-        return {
-            name: t for name, t in state.items() if name.rpartition('.')[2] != '_extra_state'
-        }
+        return {name: t for name, t in state.items() if name.rpartition('.')[2] != '_extra_state'}
 
     def set_weights(
         self,
