@@ -24,15 +24,10 @@ from learnkit.callbacks.hooks import (
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, ModelError
 from learnkit.core.html import text_table
-from learnkit.core.model import (
-    copy_buffers,
-    name_of,
-    preserved_modes,
-    restore_buffers,
-)
-from learnkit.core.random import preserved_rng
+from learnkit.core.model import name_of
 from learnkit.data.show import first_batch
 from learnkit.engine.callback import Callback
+from learnkit.engine.snapshot import preserved_forward
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -276,13 +271,9 @@ def layer_info(
 
 @contextmanager
 def restored_model(model: nn.Module) -> Iterator[None]:
-    "Run a model in a context that restores random generators, modes of modules and buffers."
-    copies = copy_buffers(model)
-    with preserved_modes(model), preserved_rng(), torch.no_grad():
-        try:
-            yield
-        finally:
-            restore_buffers(copies, skip_equal=True)
+    "Run a model without gradients in a context that restores what its forward passes change."
+    with preserved_forward(model), torch.no_grad():
+        yield
 
 
 def dummy_eval(

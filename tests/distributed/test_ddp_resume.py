@@ -13,7 +13,7 @@ from torch import nn
 
 from learnkit import Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
-from learnkit.checkpoint.compare import learn_digest
+from learnkit.checkpoint.digest import learn_digest
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
 
