@@ -1261,7 +1261,7 @@ class Learner(Loop):
         The notes name the optimizer, the loss, frozen groups and callbacks. The shapes come from
         one batch of the training loader (during a fit, the current batch), which passes through the
         model and its callbacks as in prediction. Random generators, loaders, buffers such as
-        BatchNorm's, module modes and lazy modules are restored.
+        BatchNorm's, extra state and module modes are restored; lazy modules are initialized.
 
         Raises `LoaderError` if every loader is an iterator, because a batch would be lost.
 

@@ -61,13 +61,16 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
     return torch.device(getattr(dls, 'device', None) or 'cpu')
 
 
-def has_lazy_tensors(model: nn.Module) -> bool:
+def has_lazy_tensors(
+    model: nn.Module,
+    recurse: bool = True,  # include the modules within the model
+) -> bool:
     """Return True if a module is lazy and has not been called yet.
 
     >>> has_lazy_tensors(nn.LazyLinear(2)), has_lazy_tensors(nn.Linear(2, 2))
     (True, False)
     """
-    return any(map(is_lazy, chain(model.parameters(), model.buffers())))
+    return any(map(is_lazy, chain(model.parameters(recurse), model.buffers(recurse))))
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -18,11 +18,13 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.core.errors import CancelBatchException
 from learnkit.core.interrupts import run_all
-from learnkit.core.model import copy_extra_state, has_extra_state
+from learnkit.core.model import copy_extra_state, has_extra_state, has_lazy_tensors
 from learnkit.core.random import preserved_rng, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
+from learnkit.data.show import first_batch
 from learnkit.distributed.dtensor import reshard
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
@@ -53,7 +55,8 @@ class Snapshot:
     modules, optimizers, torch's schedulers and scalers, callbacks and metrics, recursively. Objects of all other
     types are left unchanged, with their contents, which may depend on something outside (a file, a connection, a
     thread). The extra state of a module is restored, whatever object holds it. A tensor is copied on its device, or
-    with `on_host` to the memory of the CPU.
+    with `on_host` to the memory of the CPU. A lazy module that has not run yet is left unchanged; see
+    `initialize_lazy`.
 
     >>> log = [1, {'a': torch.zeros(2)}]
     >>> snapshot = Snapshot([log])
@@ -92,7 +95,9 @@ class Snapshot:
         if type(o) in _ATOMS or id(o) in self._visited:
             return
         self._visited[id(o)] = o
-        if isinstance(o, OWNER_TYPES):
+        if isinstance(o, nn.Module) and has_lazy_tensors(o, recurse=False):
+            self._enqueue(o.children())  # its first forward pass changes its class
+        elif isinstance(o, OWNER_TYPES):
             if isinstance(o, nn.Module) and has_extra_state(o):
                 self._undo_steps.append(copy_extra_state(o))
             self._enqueue([vars(o)])
@@ -157,6 +162,30 @@ def _refill(o: Any, items: list[Any]) -> None:
         o.update(items)
     else:
         o.extend(items)
+
+
+def pass_forward(learn: Learner, batch: Any) -> None:
+    "Pass a batch through the model and its callbacks as a prediction does, without its loss."
+
+    def skip_loss(cb: Callback) -> None:
+        raise CancelBatchException
+
+    options: dict[str, Any] = {
+        'with_preds': False,
+        'with_targs': False,
+        'cbs': Callback(after_pred=skip_loss),
+    }
+    with learn.no_bar():
+        learn.get_preds(dl=[batch], reorder=False, **options)
+
+
+def initialize_lazy(learn: Learner) -> None:
+    """Initialize lazy modules that have not run yet, by a prediction of the first training batch.
+
+    A training that is undone would otherwise have no weights to restore. Raises `LoaderError` for an iterator, which
+    would lose the batch."""
+    if has_lazy_tensors(learn.model):
+        pass_forward(learn, first_batch(learn.dls.train))
 
 
 @contextmanager
