@@ -22,6 +22,7 @@ from learnkit.callbacks.model_summary import layer_info
 from learnkit.checkpoint.compare import WALL_CLOCK, differences
 from learnkit.checkpoint.digest import learn_state
 from learnkit.checkpoint.state import copy_to_host
+from learnkit.debug.samples import measure_samples
 from learnkit.metrics import accuracy
 
 
@@ -174,6 +175,7 @@ EXTRA_FORWARDS: dict[str, Callable[[Learner], object]] = {
     'average': use_average,
     'look': look,
     'contexts': use_contexts,
+    'batches': lambda learn: [learn.dls.one_batch(), learn.dls.show_batch()],
     'save': lambda learn: learn.save('weights', with_opt=learn.opt is not None),
     'load_checkpoint_state': load_state,
 }
@@ -269,3 +271,39 @@ def test_the_checks_of_a_fit_leave_no_trace(options: Any, tmp_path: Path) -> Non
     model, loss = learn.model, learn.loss_func
     assert (model.n, model.hooked, model.extra.box.n, len(model.sizes)) == (n,) * 4
     assert (float(loss.n), loss.extra.box.n) == (n, n)
+
+
+# -- within a fit ----------------------------------------------------------------------------------
+
+WITHIN_A_FIT: dict[str, tuple[bool, Callable[[Learner], object]]] = {
+    'summary': (True, EXTRA_FORWARDS['summary']),
+    'layer_info': (True, EXTRA_FORWARDS['layer_info']),
+    'report': (True, EXTRA_FORWARDS['report']),
+    'samples': (True, measure_samples),
+    'validate': (False, EVALUATIONS['validate']),
+    'get_preds': (False, EVALUATIONS['get_preds']),
+    'predict': (False, EVALUATIONS['predict']),
+    'report with predictions': (False, EVALUATIONS['report with predictions']),
+}
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_batch', 'after_epoch'])
+@pytest.mark.parametrize('name', WITHIN_A_FIT)
+def test_an_observer_leaves_no_trace(name: str, event: str, tmp_path: Path) -> None:
+    if name == 'samples' and event != 'before_batch':
+        pytest.skip('needs a batch')
+    in_every_mode, feature = WITHIN_A_FIT[name]
+
+    def observe(cb: Any) -> None:
+        if cb.learn.run.depth == 1 and (cb.learn.training or event == 'after_epoch'):
+            feature(cb.learn)
+
+    ends = []
+    for folder, act in (('one', noop), ('two', observe)):
+        learn = make(tmp_path / folder / 'run', in_every_mode)
+        learn.add_cb(Callback(**{event: act}))
+        scramble(6)
+        learn.fit(2)
+        ends.append(copy_to_host(learn_state(learn)))
+    found = differences(*ends)
+    assert not found, '\n'.join(found)
