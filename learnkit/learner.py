@@ -443,9 +443,10 @@ class Learner(Loop):
     ) -> Any:
         """Train a few batches with a growing rate, undo them, and return suggested rates.
 
-        The rates are a named tuple. Weights, buffers, optimizer, random generators, loaders,
-        history, counters and the attributes of every callback are restored, also if the search is
-        interrupted. Nothing is written to disk. Callbacks with `remove_on_find` are left out; all
+        The rates are a named tuple. Weights, buffers, extra state, optimizer, random generators,
+        loaders, history, counters and the attributes of every callback are restored, also if the
+        search is interrupted. Lazy modules are initialized first, by a prediction of one batch.
+        Nothing is written to disk. Callbacks with `remove_on_find` are left out; all
         others run as in a fit. `learn.lr_search` keeps the rates and losses, and
         `learn.recorder.plot_lr_find()` plots them again. The search needs memory for a second copy
         of the weights and the optimizer's state. Source: Smith, 2017.

@@ -164,7 +164,7 @@ def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> Non
     loss, n = learn.replay(), len(seen.batches)
     assert loss is not None and torch.equal(loss, seen.batches[-1][2]) and n == 21
     assert torch.equal(seen.batches[-1][0], seen.batches[-2][0]), 'the same samples'
-    assert torch.equal(learn.replay(), loss) and before == learn_digest(learn)  # type: ignore[arg-type]
+    assert torch.equal(learn.replay(), loss) and before == learn_digest(learn)
     assert all(map(torch.equal, weights, learn.model.parameters()))
 
 
