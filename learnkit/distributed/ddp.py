@@ -125,7 +125,7 @@ class Replicas(Parallelism):
         After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
         position of a gradient in a bucket changes sums over more than two ranks in the last bit. With this pass, the
         first step of a resumed run equals the step of an uninterrupted run. The model does not take part, unless the
-        wrapper records its graph in this pass; what the model's pass changes is then restored."""
+        wrapper depends on its graph; what the model's passes change is then restored."""
         model = self.wrapped.module
         grads = [(p, p.grad) for p in model.parameters()]
         for p, _ in grads:
@@ -134,7 +134,8 @@ class Replicas(Parallelism):
             with torch.enable_grad():
                 if self._records_graph():
                     with preserved_forward(model):
-                        _run_backward(apply_model(self.wrapped, learn.xb))
+                        for _ in range(2):  # a static graph is recorded first, and ordered then
+                            _run_backward(apply_model(self.wrapped, learn.xb))
                 else:
                     self.wrapped.module = _SumOfParameters(model)
                     _run_backward(self.wrapped())

@@ -177,7 +177,7 @@ def count_passes(path: Path, n_ranks: int, kills: Any = (), **options: Any) -> l
 
 
 @pytest.mark.parametrize('options', [{}, {'static_graph': True}, {'find_unused_parameters': True}])
-@pytest.mark.parametrize('n_ranks', [1, 3])
+@pytest.mark.parametrize('n_ranks', [1, 3, 4])
 def test_a_start_and_a_resume_run_no_forward_pass_that_counts(
     n_ranks: int, options: Any, tmp_path: Path
 ) -> None:
