@@ -448,9 +448,10 @@ class Learner(Loop):
     ) -> Any:
         """Train a few batches with a growing rate, undo them, and return suggested rates.
 
-        The rates are a named tuple. Weights, buffers, optimizer, random generators, loaders,
-        history, counters and the attributes of every callback are restored, also if the search is
-        interrupted. Nothing is written to disk. Callbacks with `remove_on_find` are left out; all
+        The rates are a named tuple. Weights, buffers, extra state, optimizer, random generators,
+        loaders, history, counters and the attributes of every callback are restored, also if the
+        search is interrupted. Lazy modules are initialized first, by a prediction of one batch.
+        Nothing is written to disk. Callbacks with `remove_on_find` are left out; all
         others run as in a fit. `learn.lr_search` keeps the rates and losses, and
         `learn.recorder.plot_lr_find()` plots them again. The search needs memory for a second copy
         of the weights and the optimizer's state. Source: Smith, 2017.
@@ -1268,7 +1269,7 @@ class Learner(Loop):
         The notes name the optimizer, the loss, frozen groups and callbacks. The shapes come from
         one batch of the training loader (during a fit, the current batch), which passes through the
         model and its callbacks as in prediction. Random generators, loaders, buffers such as
-        BatchNorm's, module modes and lazy modules are restored.
+        BatchNorm's, extra state and module modes are restored; lazy modules are initialized.
 
         Raises `LoaderError` if every loader is an iterator, because a batch would be lost.
 

@@ -24,7 +24,7 @@ from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.passes import TrainingPasses
-from learnkit.engine.snapshot import restored
+from learnkit.engine.snapshot import initialize_lazy, restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -44,6 +44,7 @@ def find_batch_size(
     if max_size is None:
         max_size = n_batches(getattr(learn.dls.train, 'dataset', None)) or MAX_SIZE
     max_size = check_count('max_size', max_size)
+    initialize_lazy(learn)
     batch = first_batch(learn.dls.train)
     trial = _Trial(batch_counter(learn)(batch))
     left_out = [

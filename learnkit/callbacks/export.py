@@ -38,12 +38,13 @@ from learnkit.core.errors import (
     WeightsError,
 )
 from learnkit.core.files import atomic_write, check_file
-from learnkit.core.model import bare_model, preserved_modes
+from learnkit.core.model import bare_model
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import canonical_event
+from learnkit.engine.snapshot import preserved_forward
 
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
@@ -216,9 +217,9 @@ class ExportForInference(Callback):
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
-    "Yield the model, or a copy on the CPU, in evaluation mode; restore all modes."
+    "Yield the model, or a copy on the CPU, in evaluation mode; restore what its passes change."
     model = copy_to_cpu(bare_model(model))
-    with preserved_modes(model):
+    with preserved_forward(model):
         yield model.eval()
 
 

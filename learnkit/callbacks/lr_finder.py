@@ -40,7 +40,7 @@ from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.lengths import epoch_length
-from learnkit.engine.snapshot import restored, restored_objects
+from learnkit.engine.snapshot import initialize_lazy, restored, restored_objects
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
 
@@ -160,6 +160,7 @@ class LRFinder(ParamScheduler):
         self._clear_search()
         learn = self.learn
         if self._undoes_fit:
+            initialize_lazy(learn)
             state = [learn.model, learn.loss_func, learn.opt]
             self._cleanups.enter_context(restored_objects(learn, state))
         self._cleanups.enter_context(replacing_yield(learn.parts, 'evaluations', NoEvaluations()))
@@ -243,6 +244,7 @@ def lr_find(
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     finder._undoes_fit = False
     check_not_running(learn)
+    initialize_lazy(learn)
     n = epoch_length(learn, learn.dls.train)[0]
     left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_find')]
     with (

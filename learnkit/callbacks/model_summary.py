@@ -22,17 +22,11 @@ from learnkit.callbacks.hooks import (
     unwrap_compiled,
 )
 from learnkit.core.batch import apply_model, detuplify, map_tensors
-from learnkit.core.errors import CancelBatchException, ModelError
+from learnkit.core.errors import ModelError
 from learnkit.core.html import text_table
-from learnkit.core.model import (
-    copy_buffers,
-    name_of,
-    preserved_modes,
-    restore_buffers,
-)
-from learnkit.core.random import preserved_rng
+from learnkit.core.model import name_of
 from learnkit.data.show import first_batch
-from learnkit.engine.callback import Callback
+from learnkit.engine.snapshot import pass_forward, preserved_forward
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -122,7 +116,7 @@ def summary(
 
     A layer is a module without children, or with own parameters. Layers are listed in the order of
     their calls; layers with parameters that were not called are listed at the end. Modes, random
-    generators and buffers are restored; lazy modules are initialized.
+    generators, buffers and extra state are restored; lazy modules are initialized.
 
     >>> summary(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.zeros(5, 3))
     Sequential: 5 x 3 -> 5 x 2
@@ -192,22 +186,7 @@ def summarize_learner(learn: Learner) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
     batch = first_batch(learn.dls.train)
     notes = '\n'.join(_make_notes(learn))
-    return _summarize(learn.model, lambda: _pass_forward(learn, batch), notes)
-
-
-def _pass_forward(learn: Learner, batch: Any) -> None:
-    "Pass a batch through the model as a prediction does, without its loss."
-
-    def skip_loss(cb: Callback) -> None:
-        raise CancelBatchException
-
-    options: dict[str, Any] = {
-        'with_preds': False,
-        'with_targs': False,
-        'cbs': Callback(after_pred=skip_loss),
-    }
-    with learn.no_bar():
-        learn.get_preds(dl=[batch], reorder=False, **options)
+    return _summarize(learn.model, lambda: pass_forward(learn, batch), notes)
 
 
 def _make_notes(learn: Learner) -> Iterator[str]:
@@ -270,19 +249,15 @@ def layer_info(
     batch = map_tensors(xb, lambda t: t[:1])
     model = unwrap_compiled(learn.model)
     with restored_model(model), Hooks(flatten_model(model), record) as hooks:
-        _pass_forward(learn, batch)
+        pass_forward(learn, batch)
     return hooks.stored
 
 
 @contextmanager
 def restored_model(model: nn.Module) -> Iterator[None]:
-    "Run a model in a context that restores random generators, modes of modules and buffers."
-    copies = copy_buffers(model)
-    with preserved_modes(model), preserved_rng(), torch.no_grad():
-        try:
-            yield
-        finally:
-            restore_buffers(copies, skip_equal=True)
+    "Run a model without gradients in a context that restores what its forward passes change."
+    with preserved_forward(model), torch.no_grad():
+        yield
 
 
 def dummy_eval(

@@ -136,7 +136,10 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def before_fit(self) -> None:
         learn = self.learn
         depth = max(self.learn.run.depth, 1)
+        latest = self._metrics_by_depth[1].measured
         self._metrics_by_depth[depth] = EpochMetrics(own=depth > 1)
+        if depth == 1 and learn.phase == 'predict':
+            self.epoch_metrics.measured = latest  # a prediction measures nothing
         if learn.world.size > 1:
             self._check_mergeable()
         if not learn.fitting:

@@ -93,11 +93,10 @@ class Replay(Callback):
     def after_draw(self) -> None:
         "Keep the batch."
         learn = self.learn
-        own = vars(learn)
         self._current = Drawn(
             learn.batch,
             capture_rng(),
-            {name: own[name] for name in STATE},
+            {name: getattr(learn, name, None) for name in STATE},
             learn.parts.counters.by_unit(),
             [(cb, cb.state_dict()) for cb in learn.cbs if isinstance(cb, GradientAccumulation)],
         )

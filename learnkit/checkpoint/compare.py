@@ -9,24 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from hashlib import sha256
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.optimizer_state import encode_optimizer
 from learnkit.core.errors import OptionError
-from learnkit.core.model import bare_model
 from learnkit.core.plain import is_dense
-from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
-from learnkit.distributed.dtensor import gather_full_state
-from learnkit.engine.callback_state import collect_nondeterministic_state
-
-if TYPE_CHECKING:
-    from learnkit.learner import Learner
 
 # entries of a checkpoint that depend on the clock; `Timestamp` is the place of the state of any Timestamp
 WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
@@ -78,37 +70,6 @@ def differences(
     found = _compare(_leave_out(first, leave_out), _leave_out(second, leave_out), ())
     lines = list(found)
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
-
-
-def learn_digest(learn: Learner) -> str:
-    """Return the digest of a Learner: weights, buffers, optimizer, callbacks, counters and random generators.
-
-    >>> from learnkit.testing import synth_learner
-    >>> learn = synth_learner()
-    >>> before = learn_digest(learn)
-    >>> learn_digest(learn) == before
-    True
-    >>> _ = torch.rand(1)
-    >>> learn_digest(learn) == before
-    False
-    """
-    return digest(learn_state(learn))
-
-
-def learn_state(learn: Learner) -> dict[str, Any]:
-    "Return the state that `learn_digest` hashes, for `differences`. Its tensors are not copied."
-    loss = learn.loss_func
-    return {
-        'model': gather_full_state(bare_model(learn.model).state_dict()),
-        'loss_func': loss.state_dict() if isinstance(loss, nn.Module) else None,
-        'optimizer': None
-        if learn.opt is None
-        else gather_full_state(encode_optimizer(learn.opt.state_dict())),
-        'callbacks': gather_full_state(learn.callback_states()),
-        'loop': {'time': learn.time.state_dict()},
-        'rng': capture_rng(),
-        'nondeterministic_state': collect_nondeterministic_state(learn),
-    }
 
 
 # -- excluded places -------------------------------------------------------------------------------

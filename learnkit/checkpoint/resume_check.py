@@ -26,7 +26,7 @@ from learnkit.data.loader_state import capture_loader_state, restore_loader_stat
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.lengths import epoch_length
-from learnkit.engine.snapshot import restored
+from learnkit.engine.snapshot import initialize_lazy, restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -106,6 +106,7 @@ def check_resume(
     if middle >= n:
         raise FitError(f'stop_after={stop_after} does not lie within {n_batches} batches.')
     check_not_running(learn)
+    initialize_lazy(learn)
     n_epoch = n // per_epoch + 1 if per_epoch else n
 
     lost = list[str]()

@@ -360,12 +360,13 @@ def _check_fits(learn: Learner, r: ResumeState) -> None:
 
 
 def _compare_grads(params: list[Tensor], grads: Mapping[str, Any]) -> list[str]:
-    "Return a line for each accumulated gradient that fits no parameter."
+    "Return a line for each accumulated gradient that fits no parameter; a lazy parameter gets its shape by loading."
     shapes = {str(i): p.shape for i, p in enumerate(params) if not is_lazy(p)}
+    lazy = {str(i) for i, p in enumerate(params) if is_lazy(p)}
     return [
         f'gradient: {i} is{list(grad.shape)}, for a parameter {list(shapes[i]) if i in shapes else "that is not there"}'
         for i, grad in grads.items()
-        if i not in shapes or grad.shape != shapes[i]
+        if i not in lazy and (i not in shapes or grad.shape != shapes[i])
     ]
 
 

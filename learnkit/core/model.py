@@ -6,9 +6,9 @@ A model with Composer's interface receives a whole batch, inputs and targets, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -62,13 +62,16 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
     return torch.device(getattr(dls, 'device', None) or 'cpu')
 
 
-def has_lazy_tensors(model: nn.Module) -> bool:
+def has_lazy_tensors(
+    model: nn.Module,
+    recurse: bool = True,  # include the modules within the model
+) -> bool:
     """Return True if a module is lazy and has not been called yet.
 
     >>> has_lazy_tensors(nn.LazyLinear(2)), has_lazy_tensors(nn.Linear(2, 2))
     (True, False)
     """
-    return any(map(is_lazy, chain(model.parameters(), model.buffers())))
+    return any(map(is_lazy, chain(model.parameters(recurse), model.buffers(recurse))))
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -122,12 +125,70 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
             m.training = mode
 
 
-# module, key, tensor and value of a buffer: a forward pass may replace the tensor
-BufferCopy = tuple[nn.Module, str, Tensor, Tensor]
+def has_extra_state(m: nn.Module) -> bool:
+    "Return True if a module's class defines how its extra state is saved and loaded."
+    cls = type(m)
+    saves = cls.get_extra_state is not nn.Module.get_extra_state
+    return saves and cls.set_extra_state is not nn.Module.set_extra_state
+
+
+def copy_extra_state(m: nn.Module) -> Callable[[], object]:
+    "Copy the extra state of a module that has one, and return a function that loads the copy."
+    state = deepcopy(m.get_extra_state())
+    return lambda: m.set_extra_state(deepcopy(state))
+
+
+class BufferCopy:
+    """Copy of the buffers and the extra state of one module.
+
+    A forward pass may write into a buffer, replace its tensor, and register another buffer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        # a lazy module has no values before its first forward pass
+        self.buffers = {
+            key: buffer
+            for key, buffer in module._buffers.items()
+            if buffer is None or not is_lazy(buffer)
+        }
+        self.values = {
+            key: buffer.detach().clone()
+            for key, buffer in self.buffers.items()
+            if buffer is not None
+        }
+        self.names = set(module._buffers.keys())
+        self.load_extra = copy_extra_state(module) if has_extra_state(module) else None
+
+    @torch.no_grad()
+    def restore(self, skip_equal: bool = False) -> None:
+        "Restore the buffers, their values and the extra state."
+        module = self.module
+        if self.load_extra is not None:
+            self.load_extra()
+        self.drop_new()
+        for key, buffer in self.buffers.items():
+            current = getattr(module, key)
+            if buffer is None or current is None:
+                setattr(module, key, buffer)
+            if buffer is None:
+                continue
+            value = self.values[key]
+            if current is not None and current.device != buffer.device:
+                setattr(module, key, value.to(current.device))
+                continue
+            if not skip_equal or buffer.is_meta or not torch.equal(buffer, value):
+                buffer.copy_(value)
+            setattr(module, key, buffer)
+
+    def drop_new(self) -> None:
+        "Delete the buffers that were registered since the copy was made."
+        for key in [key for key, _ in self.module._buffers.items() if key not in self.names]:
+            delattr(self.module, key)
 
 
 def copy_buffers(model: nn.Module) -> list[BufferCopy]:
-    """Copy the buffers of a model, such as running statistics, for `restore_buffers`.
+    """Copy the buffers of a model, such as running statistics, and its extra state, for `restore_buffers`.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> copies = copy_buffers(norm)
@@ -135,37 +196,24 @@ def copy_buffers(model: nn.Module) -> list[BufferCopy]:
     >>> norm.running_mean
     tensor([0.])
     """
-    copies = []
-    for m in model.modules():
-        for key, buffer in m.named_buffers(recurse=False):
-            # a lazy module has no values before its first forward pass
-            if not is_lazy(buffer):
-                copies.append((m, key, buffer, buffer.detach().clone()))
-    return copies
+    return [BufferCopy(m) for m in model.modules() if m._buffers or has_extra_state(m)]
 
 
-@torch.no_grad()
 def restore_buffers(
     copies: list[BufferCopy],  # return value of `copy_buffers`
     skip_equal: bool = False,  # compare values on the host, and write changed buffers only
 ) -> None:
-    """Restore the tensors of buffers and their values, on the device to which the model was moved.
+    """Restore buffers, their tensors and values, and extra state, on the device to which the model was moved.
 
     A buffer that is written invalidates a graph that has saved it, also if the value is the same. The version of a
     tensor does not show a change, because batch norm updates its statistics without a new version.
     """
-    for module, key, buffer, value in copies:
-        current = getattr(module, key)
-        if current is not None and current.device != buffer.device:
-            setattr(module, key, value.to(current.device))
-            continue
-        if not skip_equal or buffer.is_meta or not torch.equal(buffer, value):
-            buffer.copy_(value)
-        setattr(module, key, buffer)
+    for saved in copies:
+        saved.restore(skip_equal)
 
 
 class EarlierBuffers:
-    """Context in which a model has the buffers of `copies`; changes of buffers within the context end with it.
+    """Context in which a model has the buffers and extra state of `copies`; changes within the context end with it.
 
     No current tensor is written: copies take the place of the buffers. The context may be entered again.
 
@@ -179,13 +227,29 @@ class EarlierBuffers:
         self.copies = copies
 
     def __enter__(self) -> None:
-        self.current = [(module, key, getattr(module, key)) for module, key, *_ in self.copies]
-        for module, key, _, value in self.copies:
-            setattr(module, key, value.clone())
+        self.current = [
+            (
+                saved.module,
+                dict(saved.module._buffers.items()),
+                set(saved.module._non_persistent_buffers_set),
+                None if saved.load_extra is None else copy_extra_state(saved.module),
+            )
+            for saved in self.copies
+        ]
+        for saved in self.copies:
+            saved.drop_new()
+            for key, buffer in saved.buffers.items():
+                value = None if buffer is None else saved.values[key].clone()
+                setattr(saved.module, key, value)
+            if saved.load_extra is not None:
+                saved.load_extra()
 
     def __exit__(self, *exc_info: object) -> None:
-        for module, key, buffer in self.current:
-            setattr(module, key, buffer)
+        for module, buffers, not_persistent, load_extra in self.current:
+            for key, buffer in buffers.items():
+                module.register_buffer(key, buffer, persistent=key not in not_persistent)
+            if load_extra is not None:
+                load_extra()
         self.current = []
 
 

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from learnkit.core.batch import children_of, passed_names, short_repr, tensors_in
 from learnkit.core.errors import LearnkitError, LossError, MetricError, OptionError
-from learnkit.core.model import name_of, unwrap_partial
-from learnkit.core.random import preserved_rng
+from learnkit.core.model import copy_buffers, name_of, restore_buffers, unwrap_partial
+from learnkit.core.random import preserved_generators, preserved_rng
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -402,6 +402,8 @@ def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) ->
     test_pred = ramp.to(pred.dtype).view(pred.shape)
     test_targ = (ramp if targ.is_floating_point() else ramp > 0.5).to(targ.dtype)
 
+    copies = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
+
     def compute_loss(shift: int) -> Tensor:
         loss: Tensor = loss_func(test_pred, test_targ.roll(shift).view(targ.shape))
         return loss.double().sum()
@@ -409,11 +411,18 @@ def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) ->
     try:
         if torch.broadcast_shapes(pred.shape, targ.shape).numel() == n:
             return False
-        with preserved_rng(), torch.no_grad(), warnings.catch_warnings():
+        with (
+            preserved_rng(),
+            preserved_generators(loss_func),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter('ignore')
             return bool(torch.isclose(compute_loss(0), compute_loss(n // 2), rtol=0.01))
     except Exception:
         return False  # other shapes, or a loss that cannot be computed
+    finally:
+        restore_buffers(copies, skip_equal=True)
 
 
 # -- predictions and targets of metrics ------------------------------------------------------------

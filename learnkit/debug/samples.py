@@ -22,11 +22,10 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import LossError
 from learnkit.core.html import never_raising, table
-from learnkit.core.model import preserved_modes
 from learnkit.core.plotting import encode_figure, pyplot
-from learnkit.core.random import preserved_rng
 from learnkit.data.show import show_samples
 from learnkit.engine.callback import Callback
+from learnkit.engine.snapshot import preserved_forward
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -121,7 +120,7 @@ def measure_samples(
     loss = _Loss(learn)
     params = {name: p for name, p in loss.named_parameters() if p.requires_grad}
     contexts = learn.contexts('forward')
-    with preserved_modes(learn.model), preserved_rng(), torch.enable_grad(), contexts:
+    with preserved_forward(learn.model), torch.enable_grad(), contexts:
         loss.eval()
         found = _measure_together(loss, params, xb, yb) if vectorized else None
         if found is None:

@@ -15,9 +15,9 @@ from typing_extensions import override
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.device import has_streams
 from learnkit.core.model import call_module
-from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.distributed.dtensor import reshard
 from learnkit.engine.loss import call_model
+from learnkit.engine.snapshot import preserved_forward
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -120,26 +120,38 @@ class Replicas(Parallelism):
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
 
     def _order_buckets(self, learn: Learner) -> None:
-        """Let a new wrapper order its buckets, by a pass over the current batch whose gradients are discarded.
+        """Let a new wrapper order its buckets, by a pass whose gradients are zeros, and discarded.
 
         After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
         position of a gradient in a bucket changes sums over more than two ranks in the last bit. With this pass, the
-        first step of a resumed run equals the step of an uninterrupted run."""
-        grads = [(p, p.grad) for p in learn.model.parameters()]
-        buffers = [(b, b.clone()) for b in learn.model.buffers()]
+        first step of a resumed run equals the step of an uninterrupted run. The model does not take part, unless the
+        wrapper depends on its graph; what the model's passes change is then restored."""
+        model = self.wrapped.module
+        grads = [(p, p.grad) for p in model.parameters()]
         for p, _ in grads:
             p.grad = None  # the pass must not add to accumulated gradients
         try:
-            with preserved_rng(), preserved_generators(learn.model), torch.enable_grad():
-                out = unpack_output(apply_model(self.wrapped, learn.xb))
-                sums = [t.float().sum() for t in tensors_in(out) if t.requires_grad]
-                (0 * torch.stack(sums).sum()).backward()
+            with torch.enable_grad():
+                if self._records_graph():
+                    with preserved_forward(model):
+                        for _ in range(2):  # a static graph is recorded first, and ordered then
+                            _run_backward(apply_model(self.wrapped, learn.xb))
+                else:
+                    self.wrapped.module = _SumOfParameters(model)
+                    _run_backward(self.wrapped())
         finally:
+            self.wrapped.module = model
             for p, grad in grads:
                 p.grad = grad
-            with torch.no_grad():
-                for b, value in buffers:
-                    b.copy_(value)
+
+    def _records_graph(self) -> bool:
+        "Return True if the wrapper depends on the passes of the model's own modules."
+        return bool(self.options.get('static_graph') or self.options.get('mixed_precision'))
+
+    def _rebuilds_buckets(self, learn: Learner) -> bool:
+        "Return True if the order of gradients changes sums, and the wrapper will order its buckets by it."
+        finds_unused = self.options.get('find_unused_parameters')
+        return learn.world.size > 2 and (self.options.get('static_graph') or not finds_unused)
 
     @override
     def begin_pass(
@@ -151,7 +163,7 @@ class Replicas(Parallelism):
         must_average = self.options.get('static_graph') and not self._has_averaged
         if not (averages or must_average):  # torch requires it of the first pass of a static graph
             return self.wrapped.no_sync()
-        if not self._has_averaged and learn.world.size > 2:
+        if not self._has_averaged and self._rebuilds_buckets(learn):
             self._order_buckets(learn)
         self._has_averaged = True
         return None
@@ -176,6 +188,26 @@ class Replicas(Parallelism):
         for name in ('reducer', 'logger', 'process_group'):
             # the reducer holds the hooks, and all of them keep the connections of the process group open
             wrapped.__dict__.pop(name, None)
+
+
+class _SumOfParameters(nn.Module):
+    "Stand-in for a model, whose output depends on each parameter that needs a gradient."
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        # a wrapper that broadcasts buffers expects one
+        self.register_buffer('unused', torch.zeros(1, device=self._trained[0].device))
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.float().sum() for p in self._trained]).sum()
+
+
+def _run_backward(out: Any) -> None:
+    "Run backward from all outputs of a model, with zeros as gradients."
+    outputs = tensors_in(unpack_output(out))
+    sums = [t.float().sum() for t in outputs if t.requires_grad]
+    (0 * torch.stack(sums).sum()).backward()
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from learnkit.core.validation import (
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
+from learnkit.engine.snapshot import preserved_forward
 from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
 from learnkit.metrics.base import Metric, measured_pred
@@ -173,7 +174,7 @@ def first_validation_batches(learn: Learner) -> Iterator[str]:
     events = ('after_draw', 'before_batch', 'before_pred', 'after_pred')
     if any(learn.ordered_cbs(name, False) for name in events):
         return
-    with preserved_state(learn), torch.no_grad():
+    with preserved_state(learn), preserved_forward(learn.model), torch.no_grad():
         learn.model.eval()
         for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):

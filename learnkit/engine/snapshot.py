@@ -6,8 +6,8 @@ No object is replaced by its copy, so all references to a list, a tensor or a pa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,13 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.core.errors import CancelBatchException
 from learnkit.core.interrupts import run_all
-from learnkit.core.random import state_setter
+from learnkit.core.model import copy_extra_state, has_extra_state, has_lazy_tensors
+from learnkit.core.random import preserved_rng, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
+from learnkit.data.show import first_batch
 from learnkit.distributed.dtensor import reshard
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
@@ -51,7 +54,9 @@ class Snapshot:
     `undo()` modifies lists, dicts, sets, tensors, arrays and random generators in-place, and also the attributes of
     modules, optimizers, torch's schedulers and scalers, callbacks and metrics, recursively. Objects of all other
     types are left unchanged, with their contents, which may depend on something outside (a file, a connection, a
-    thread). A tensor is copied on its device, or with `on_host` to the memory of the CPU.
+    thread). The extra state of a module is restored, whatever object holds it. A tensor is copied on its device, or
+    with `on_host` to the memory of the CPU. A lazy module that has not run yet is left unchanged; see
+    `initialize_lazy`.
 
     >>> log = [1, {'a': torch.zeros(2)}]
     >>> snapshot = Snapshot([log])
@@ -67,8 +72,10 @@ class Snapshot:
         roots: Iterable[Any],  # objects, or containers of them
         excluded: Iterable[Any] = (),  # objects that are not copied, with all only they refer to
         on_host: bool = False,  # whether copies of tensors are on the CPU
+        skip_equal: bool = False,  # compare values on the host, and write changed tensors only
     ) -> None:
         self._on_host = on_host
+        self._skip_equal = skip_equal
         # holds references, so that no new object gets the id of a visited one
         self._visited = {id(o): o for o in excluded}
         self._undo_steps: list[Callable[[], object]] = []
@@ -88,7 +95,11 @@ class Snapshot:
         if type(o) in _ATOMS or id(o) in self._visited:
             return
         self._visited[id(o)] = o
-        if isinstance(o, OWNER_TYPES):
+        if isinstance(o, nn.Module) and has_lazy_tensors(o, recurse=False):
+            self._enqueue(o.children())  # its first forward pass changes its class
+        elif isinstance(o, OWNER_TYPES):
+            if isinstance(o, nn.Module) and has_extra_state(o):
+                self._undo_steps.append(copy_extra_state(o))
             self._enqueue([vars(o)])
         elif isinstance(o, Tensor):
             self._copy_tensor(o)
@@ -117,17 +128,24 @@ class Snapshot:
         self._enqueue([grad, *vars(t).values()])
         value = t.detach()
         copy = value.to('cpu', copy=True) if self._on_host else value.clone()
-        step = partial(_rewrite_tensor, t, copy, t.device, t.requires_grad, grad)
+        step = partial(_rewrite_tensor, t, copy, t.device, t.requires_grad, grad, self._skip_equal)
         self._undo_steps.append(step)
 
 
 @torch.no_grad()
 def _rewrite_tensor(
-    t: Tensor, value: Tensor, device: torch.device, requires_grad: bool, grad: Tensor | None
+    t: Tensor,
+    value: Tensor,
+    device: torch.device,
+    requires_grad: bool,
+    grad: Tensor | None,
+    skip_equal: bool,
 ) -> None:
     "Restore a tensor's values, `requires_grad` and gradient; another shape, dtype or device gets a new storage."
     if (t.shape, t.dtype, t.device) == (value.shape, value.dtype, device):
-        t.copy_(value)
+        # a tensor that is written invalidates a graph that has saved it
+        if not skip_equal or t.is_meta or not torch.equal(t, value):
+            t.copy_(value)
     else:
         t.data = value.to(device)
     if not t.is_leaf:
@@ -144,6 +162,52 @@ def _refill(o: Any, items: list[Any]) -> None:
         o.update(items)
     else:
         o.extend(items)
+
+
+def pass_forward(learn: Learner, batch: Any) -> None:
+    "Pass a batch through the model and its callbacks as a prediction does, without its loss."
+
+    def skip_loss(cb: Callback) -> None:
+        raise CancelBatchException
+
+    options: dict[str, Any] = {
+        'with_preds': False,
+        'with_targs': False,
+        'cbs': Callback(after_pred=skip_loss),
+    }
+    with learn.no_bar():
+        learn.get_preds(dl=[batch], reorder=False, **options)
+
+
+def initialize_lazy(learn: Learner) -> None:
+    """Initialize lazy modules that have not run yet, by a prediction of the first training batch.
+
+    A training that is undone would otherwise have no weights to restore. Raises `LoaderError` for an iterator, which
+    would lose the batch."""
+    if has_lazy_tensors(learn.model):
+        pass_forward(learn, first_batch(learn.dls.train))
+
+
+@contextmanager
+def preserved_forward(model: nn.Module) -> Iterator[None]:
+    """Restore at the end of a context what forward passes of a model can change; its parameters are not copied.
+
+    These are buffers, extra state, modes, attributes and random generators of all modules, and the global generators.
+    Every forward pass that the package adds to the passes of a training runs in this context.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> with preserved_forward(norm): _ = norm(torch.rand(2, 1))
+    >>> norm.running_mean
+    tensor([0.])
+    """
+    # buffers are listed because the attributes of a scripted model do not contain its tensors
+    roots = [model, [*model.buffers()]]
+    snapshot = Snapshot(roots, excluded=model.parameters(), skip_equal=True)
+    with preserved_rng():
+        try:
+            yield
+        finally:
+            snapshot.undo()
 
 
 def preserve_dataloaders(dls: Any) -> ExitStack:

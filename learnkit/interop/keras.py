@@ -30,6 +30,7 @@ HOOKS = tuple(
 )
 # comparisons that callbacks of Keras choose once; they change the sign of `min_delta` at the same time
 _MONITOR_OPS = {'less': operator.lt, 'greater': operator.gt}
+_FORMER_NAMES = {'lt': 'less', 'gt': 'greater'}  # of comparisons, in older checkpoints
 # hooks of the base class that call hooks of an older name
 _OLDER = {'on_train_batch_begin': 'on_batch_begin', 'on_train_batch_end': 'on_batch_end'}
 
@@ -193,7 +194,7 @@ class _FromKeras(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's attributes, and the sum of losses of the pass."
-        op = getattr(getattr(self.wrapped, 'monitor_op', None), '__name__', None)
+        op = _find_direction(getattr(self.wrapped, 'monitor_op', None))
         return {'own': state_of(self.wrapped), 'sums': dict(self._sums), 'monitor_op': op}
 
     @override
@@ -201,8 +202,28 @@ class _FromKeras(Callback):
         "Restore the callback's attributes, and the sum of losses of the pass."
         load_state(self.wrapped, sd['own'])
         self._sums = dict(sd['sums'])
-        if sd['monitor_op'] in _MONITOR_OPS:
-            self.wrapped.monitor_op = _MONITOR_OPS[sd['monitor_op']]
+        name = _FORMER_NAMES.get(sd['monitor_op'], sd['monitor_op'])
+        if name in _MONITOR_OPS and getattr(self.wrapped, 'monitor_op', None) is None:
+            self.wrapped.monitor_op = _MONITOR_OPS[name]
+
+
+def _find_direction(monitor_op: Any) -> str | None:
+    """Return the key in `_MONITOR_OPS` for a comparison, or None without one.
+
+    The comparison is called, because its name depends on who made it: Keras, NumPy, or a loaded state.
+
+    >>> _find_direction(np.less), _find_direction(operator.gt), _find_direction(None)
+    ('less', 'greater', None)
+    """
+    if not callable(monitor_op):
+        return None
+    try:
+        is_less, is_greater = bool(monitor_op(0.0, np.inf)), bool(monitor_op(np.inf, 0.0))
+    except (TypeError, ValueError, RuntimeError):
+        return None  # it compares something else
+    if is_less == is_greater:
+        return None
+    return 'less' if is_less else 'greater'
 
 
 class ModelView:
@@ -248,18 +269,24 @@ class ModelView:
 
     def get_weights(self) -> list[np.ndarray]:
         "Return copies of all parameters and buffers, in the order of the state dict."
-        return [t.detach().cpu().numpy().copy() for t in self._model.state_dict().values()]
+        return [t.detach().cpu().numpy().copy() for t in self._list_tensors().values()]
+
+    def _list_tensors(self) -> dict[str, torch.Tensor]:
+        "Return the parameters and buffers by name; Keras has no place for extra state."
+        state = self._model.state_dict()
+        return {name: t for name, t in state.items() if name.rpartition('.')[2] != '_extra_state'}
 
     def set_weights(
         self,
         weights: list[Any],  # arrays, as from `get_weights`
     ) -> None:
         "Copy arrays into all parameters and buffers; raise `CallbackError` for another number of them."
-        names = list(self._model.state_dict())
+        names = list(self._list_tensors())
         if len(weights) != len(names):
             raise CallbackError(f'set_weights: {len(weights)} arrays for {len(names)} tensors.')
         tensors = [torch.as_tensor(np.asarray(w)) for w in weights]
-        self._model.load_state_dict(dict(zip(names, tensors, strict=True)))
+        state = self._model.state_dict()  # extra state stays as it is
+        self._model.load_state_dict({**state, **dict(zip(names, tensors, strict=True))})
 
     def save_weights(
         self,

@@ -13,10 +13,12 @@ import pytest
 
 from learnkit import Callback, Learner
 from learnkit.checkpoint.compare import differences
+from learnkit.core.errors import CancelFitException
+from learnkit.engine.callback_state import load_callback_states
 from learnkit.engine.resume import checkpoint_point
 from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, make_to_resume
 from tests.helpers.output import capture_printed, read_files, to_comparable
-from tests.helpers.resuming import State, check_every_place
+from tests.helpers.resuming import State, check_every_place, scramble, through_a_file
 
 # large attributes for display only, which do not influence training and are documented as not checkpointed
 NOT_KEPT = {
@@ -33,6 +35,7 @@ NOT_KEPT = {
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
     'SaveModelCallback': {'last_saved_path'},
 }
+BY_NAME = {cls.__name__: cls for cls in CLASSES}
 # they take seconds
 ONE_PLACE = 'MlflowLogger WandbLogger ExportForInference'.split()
 
@@ -139,20 +142,62 @@ def some(*numbers: int) -> Callable[[list[State]], list[State]]:
     return lambda kept: [kept[n] for n in numbers if n < len(kept)]
 
 
+def make_all(cls: type[Callback]) -> list[Any]:
+    "Return an instance of a class, unless every Learner has one, and of the class that it needs."
+    needed = [BY_NAME['RNNCallback']] if cls.__name__ == 'RNNRegularizer' else []
+    return [make_to_resume(c) for c in (*needed, cls) if c not in DEFAULTS]
+
+
 @pytest.mark.parametrize('cls', RESUMED, ids=lambda cls: cls.__name__)
 def test_every_callback_resumes_as_if_it_had_not_stopped(
     cls: type[Callback], tmp_path: Path
 ) -> None:
-    def cbs() -> list[Any]:
-        others = (
-            [c for c in CLASSES if c.__name__ == 'RNNCallback']
-            if cls.__name__ == 'RNNRegularizer'
-            else []
-        )
-        return [make_to_resume(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
-
     places = some(3) if cls.__name__ in ONE_PLACE else some(2, 3, 4)
-    check(tmp_path, cbs, places, rnn=cls.__name__.startswith('RNN'), eval_every='3ba')
+    check(
+        tmp_path,
+        lambda: make_all(cls),
+        places,
+        rnn=cls.__name__.startswith('RNN'),
+        eval_every='3ba',
+    )
+
+
+@pytest.mark.parametrize('cls', RESUMED, ids=lambda cls: cls.__name__)
+def test_the_state_of_a_loaded_state_is_the_same(cls: type[Callback], tmp_path: Path) -> None:
+    def make(folder: str) -> Learner:
+        is_rnn = cls.__name__.startswith('RNN')
+        return learner(tmp_path / folder, *make_all(cls), rnn=is_rnn, eval_every='3ba')
+
+    first = make('first')
+    with first.no_logging():
+        first.fit(1)
+    state = through_a_file(first.callback_states())
+    for folder in ('second', 'third'):
+        scramble(1)
+        again, load = make(folder), Load(state)
+        if first.path.exists():
+            shutil.copytree(first.path, again.path, dirs_exist_ok=True)
+        with again.no_logging():
+            again.fit(1, cbs=load)
+        assert not (found := differences(state, load.states, leave_out=())), '\n'.join(found)
+        state = through_a_file(load.states)
+
+
+class Load(Callback):
+    "Load states into all callbacks when they have begun a fit, take their states, and end the fit."
+
+    order = 5000
+
+    def __init__(self, states: State) -> None:
+        self._loaded, self.states = states, State()
+
+    def before_fit(self) -> None:
+        load_callback_states(self.learn, self._loaded)
+        self.states = self.learn.callback_states()
+        raise CancelFitException
+
+    def state_dict(self) -> None:
+        return None
 
 
 # what goes together: instances of one class, accumulation, loggers with those whose values they get
@@ -179,7 +224,6 @@ TOGETHER: dict[str, list[str]] = {
     ],
     'save the average': ['EMA', 'SaveModelCallback', 'EarlyStoppingCallback', 'ReduceLROnPlateau'],
 }
-BY_NAME = {cls.__name__: cls for cls in CLASSES}
 
 
 @pytest.mark.parametrize('names', TOGETHER.values(), ids=TOGETHER)

@@ -21,8 +21,8 @@ from learnkit import (
     MixUp,
     Replay,
 )
+from learnkit.checkpoint.digest import learn_digest
 from learnkit.core.errors import FitError, LossError
-from learnkit.core.random import capture_rng
 from tests.helpers.comparing import same
 
 
@@ -89,46 +89,6 @@ def fail_at(event: str, epoch: int, i: int, training: bool = True) -> Callback:
     return cb
 
 
-def tensors(o: Any) -> list[Tensor]:
-    if isinstance(o, Tensor):
-        return [o.detach().clone()]
-    if isinstance(o, dict):
-        return [t for v in o.values() for t in tensors(v)]
-    return [t for v in o for t in tensors(v)] if isinstance(o, (list, tuple)) else []
-
-
-def everything(learn: Learner) -> tuple[list[Tensor], Any]:
-    "Return weights, buffers, optimizer, gradients, generators, callback states, counters and history."
-    kept = [
-        learn.model.state_dict(),
-        learn.opt.state_dict(),
-        [p.grad for p in learn.model.parameters()],
-        capture_rng()['torch'],
-        learn.callback_states(),
-        [loss.clone() for loss in learn.recorder.losses],
-    ]
-    plain = {
-        k: v for k, v in vars(learn).items() if isinstance(v, (bool, int, float, str, type(None)))
-    }
-    return tensors(kept), (
-        plain,
-        learn.parts.counters.by_unit(),
-        list(learn.history),
-        [id(cb) for cb in learn.cbs],
-        [m.training for m in learn.model.modules()],
-        learn.opt.n_steps,
-        set(vars(learn)),
-    )
-
-
-def states_equal(before: Any, after: Any) -> bool:
-    return (
-        len(before[0]) == len(after[0])
-        and all(map(torch.equal, before[0], after[0]))
-        and before[1] == after[1]
-    )
-
-
 EVENTS = (
     'before_batch after_pred after_loss after_backward before_step after_step after_batch'.split()
 )
@@ -143,14 +103,14 @@ def test_it_fails_again_at_the_same_place_and_changes_nothing(
     learn = learner(seen := Seen(), EMA(), Replay(), microbatch=microbatch)
     with pytest.raises(Boom) as first:
         learn.fit_one_cycle(3, cbs=fail_at(event, 1, 3))
-    before, last = everything(learn), seen.batches[-1:]
+    before, last = learn_digest(learn), seen.batches[-1:]
     for _ in range(2):
         seen.batches.clear()
         with pytest.raises(Boom) as again:
             learn.replay()
         assert str(again.value) == str(first.value)
         assert again.value.__notes__[0] == first.value.__notes__[0]
-        assert states_equal(before, everything(learn))
+        assert before == learn_digest(learn)
         if event in EVENTS[2:5]:
             assert same(seen.batches[-1], last[0])
     pieces = 0 if event in EVENTS[:2] else 1 if event in EVENTS[2:4] or not microbatch else 2
@@ -190,21 +150,21 @@ def test_an_evaluation_batch_is_repeated_in_eval_mode_without_gradients(where: s
     cb = fail_at('after_loss', 0, 1, training=False)
     with pytest.raises(Boom):
         learn.fit(1, cbs=cb) if where == 'fit' else learn.validate(cbs=cb)
-    before, last = everything(learn), seen.batches[-1]
+    before, last = learn_digest(learn), seen.batches[-1]
     with pytest.raises(Boom):
         learn.replay()
     assert same(seen.batches[-1], last) and last[3:5] == (False, False) and last[-1] == 'valid'
-    assert states_equal(before, everything(learn))
+    assert before == learn_digest(learn)
 
 
 def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> None:
     learn = learner(seen := Seen(), Replay(), valid=False)
     learn.fit(2)
-    before, weights = everything(learn), [p.detach().clone() for p in learn.model.parameters()]
+    before, weights = learn_digest(learn), [p.detach().clone() for p in learn.model.parameters()]
     loss, n = learn.replay(), len(seen.batches)
     assert loss is not None and torch.equal(loss, seen.batches[-1][2]) and n == 21
     assert torch.equal(seen.batches[-1][0], seen.batches[-2][0]), 'the same samples'
-    assert torch.equal(learn.replay(), loss) and states_equal(before, everything(learn))  # type: ignore[arg-type]
+    assert torch.equal(learn.replay(), loss) and before == learn_digest(learn)
     assert all(map(torch.equal, weights, learn.model.parameters()))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit import DataLoaders, Learner
+from learnkit import DataLoaders, GradientAccumulation, Learner
 from tests.helpers.resuming import check_every_place
 
 Batch = tuple[Tensor, Tensor]
@@ -45,3 +45,5 @@ def test_lazy_modules() -> None:
         return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
 
     check_every_place(lambda: make(lazy()), places=some)
+    accumulating = lambda: make(lazy(), cbs=GradientAccumulation(12))
+    check_every_place(accumulating, places=some)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from fastcore.basics import noop
 from torch import nn
+from torch.nn import functional as F
 
-from learnkit import Callback, GradientAccumulation, Learner
+from learnkit import SGD, Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
-from learnkit.checkpoint.compare import learn_digest
+from learnkit.checkpoint.digest import learn_digest
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
 
@@ -31,6 +33,9 @@ class Break(Callback):
     def batch_checkpoint(self) -> None:
         if self.learn.time.ba == self.n:
             raise KeyboardInterrupt
+
+    def state_dict(self) -> None:
+        return None  # the next process is interrupted later
 
 
 class Jitter(nn.Module):
@@ -112,3 +117,74 @@ def test_an_interrupted_run_resumes_exactly(case: str, tmp_path: Path) -> None:
             assert torch.equal(got['weights'], wanted['weights'])
             assert got['rows'] == wanted['rows'] and torch.equal(got['drawn'], wanted['drawn'])
             assert got['digest'] == wanted['digest']
+
+
+class Moves(nn.Module):
+    "A model whose forward pass replaces a buffer that it uses, counts in extra state, and has a hook that counts."
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8).double(), nn.Linear(8, 3).double()
+        self.register_buffer('mean', torch.zeros(8).double())
+        self.n = self.hooked = 0
+        self.first.register_forward_hook(self.count)
+
+    def count(self, *given: Any) -> None:
+        self.hooked += 1
+
+    def get_extra_state(self) -> Any:
+        return {'n': self.n, 'hooked': self.hooked}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.n, self.hooked = state['n'], state['hooked']
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.first(x).tanh()
+        if self.training:
+            self.n += 1
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+        return self.last(out + self.mean)
+
+
+def count_passes(path: Path, n_ranks: int, kills: Any = (), **options: Any) -> list[dict[str, Any]]:
+    "Train an epoch of 8 batches, interrupted after some of them; return counts and weights of each rank."
+
+    def job(rank: int, broken_off: int | None) -> dict[str, Any]:
+        torch.manual_seed(1)
+        counts: list[Any] = []
+
+        def note(cb: Any) -> None:
+            model = cb.learn.model
+            counts.append((cb.learn.time.ba, model.n, model.hooked))
+
+        cbs = [Checkpoint(every='1ba'), Callback(batch_checkpoint=note)]
+        dls = make_dls(8 * 4 * n_ranks, 4, n_valid=4)
+        learn = Learner(dls, Moves(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
+        learn.logger = noop
+        learn.model.double()
+        with (
+            expect_interrupt() if broken_off else nullcontext(),
+            learn.distributed('ddp', timeout='20s', **options),
+            learn.added_cbs([Break(broken_off)] if broken_off else []),
+        ):
+            learn.fit(1, resume=True)
+        return {'counts': counts, 'weights': weights(learn), 'mean': learn.model.mean}
+
+    found = [run_ranks(job, n_ranks, broken_off) for broken_off in (*kills, None)]
+    return found[-1]
+
+
+@pytest.mark.parametrize('options', [{}, {'static_graph': True}, {'find_unused_parameters': True}])
+@pytest.mark.parametrize('n_ranks', [1, 3, 4])
+def test_a_start_and_a_resume_run_no_forward_pass_that_counts(
+    n_ranks: int, options: Any, tmp_path: Path
+) -> None:
+    whole = count_passes(tmp_path / 'whole', n_ranks, **options)
+    killed = count_passes(tmp_path / 'killed', n_ranks, (2, 5), **options)
+    for rank in range(n_ranks):
+        assert whole[rank]['counts'] == [(i, i, i) for i in range(1, 9)]
+        assert killed[rank]['counts'] == whole[rank]['counts'][5:]
+        assert torch.equal(whole[rank]['weights'], killed[rank]['weights'])
+        assert torch.equal(whole[rank]['mean'], killed[rank]['mean'])

@@ -67,19 +67,31 @@ def check_every_place(
     places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,  # which are tried
     keep_again: bool = False,  # whether resumed runs take checkpoints, too
 ) -> list[State]:
-    "Assert that resuming from each checkpoint gives exactly the final state of the uninterrupted run."
+    """Assert that resuming from each checkpoint gives exactly the final state of the uninterrupted run.
+
+    The first of them is also killed a second and a third time: its run resumes from a checkpoint of the resumed run."""
     end, kept = train_without_stop(make, fit)
     assert kept
-    for i, state in enumerate(map(through_a_file, places(kept))):
-        scramble(100 + i)
-        learn = make()
-        scramble(200 + i)
-        learn.add_cb(Keep(keeping=keep_again))
+    chosen = [*map(through_a_file, places(kept))]
+
+    def resume(state: State, seed: int, keeping: bool) -> list[State]:
+        scramble(100 + seed)
+        learn, keep = make(), Keep(keeping)
+        scramble(200 + seed)
+        learn.add_cb(keep)
         with learn.no_logging():
             fit(learn, state)
         loop = state['loop']
-        where = f'{loop["place"]} {loop["epoch"]}.{loop["iter"]}'
+        where = f'{loop["place"]} {loop["epoch"]}.{loop["iter"]}, with seed {seed}'
         assert not (found := differences(end, learn.checkpoint_state())), '\n'.join(
             [f'resumed at {where}:', *found]
         )
+        return keep.kept
+
+    taken = resume(chosen[0], 0, keeping=True)
+    for i, state in enumerate(chosen[1:]):
+        resume(state, 1 + i, keep_again)
+    for life in range(2):  # killed twice, and three times
+        if taken:
+            taken = resume(through_a_file(taken[len(taken) // 2]), 1000 + life, keeping=True)
     return kept

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from learnkit import Learner
-from learnkit.interop import from_composer, from_ksuit
+from learnkit.interop import from_composer, from_hf, from_keras, from_ksuit, from_lightning
 from learnkit.loggers import JSONLinesLogger, read_log
 from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place
@@ -81,14 +82,73 @@ class WithLoad(Batches):
         vars(self).update(sd)
 
 
-@pytest.mark.parametrize('cls', [Periods, WithState, Batches, WithLoad])
+class OfKeras:
+    "A callback of Keras that chooses its comparison, and the sign of its threshold, once."
+
+    def __init__(self) -> None:
+        self.min_delta, self.monitor_op, self.due = 0.01, None, list[float]()
+        self.history: dict[str, list[float]] = {}
+
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        self.history.setdefault('loss', []).append(logs['loss'])
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        if self.monitor_op is None:
+            self.monitor_op, self.min_delta = np.less, -self.min_delta
+        if self.monitor_op(logs['loss'] - self.min_delta, min(self.due, default=np.inf)):
+            self.due.append(float(logs['loss']))
+            self.model.optimizer.learning_rate *= 1 - self.min_delta  # type: ignore[attr-defined]
+
+
+class OfTrainer:
+    "A callback of Hugging Face's Trainer that counts, and sets flags of `control`."
+
+    def __init__(self) -> None:
+        self.due: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = state.global_step % 3 == 0
+        self.due.append((state.global_step, state.epoch, len(state.log_history)))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self.due.append(sorted(metrics))
+
+
+class OfLightning:
+    "A callback of Lightning that counts, with its state."
+
+    def __init__(self) -> None:
+        self.due: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *place: Any) -> None:
+        self.due.append((trainer.global_step, trainer.current_epoch, place[-1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'due': list(self.due)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.due = list(state['due'])
+
+
+ADAPTERS: dict[type, Any] = {
+    Periods: from_ksuit,
+    WithState: from_ksuit,
+    Batches: from_composer,
+    WithLoad: from_composer,
+    OfKeras: from_keras,
+    OfTrainer: from_hf,
+    OfLightning: from_lightning,
+}
+
+
+@pytest.mark.parametrize('cls', ADAPTERS)
 def test_foreign_callbacks_resume_from_every_place(cls: type, tmp_path: Path) -> None:
     n, found = [0], dict[int, Any]()
 
     def make() -> Learner:
         n[0] += 1
-        adapt = from_ksuit if issubclass(cls, Periods) else from_composer
-        return learner(tmp_path / str(n[0]), adapt(cls()), JSONLinesLogger(every='1ba'))
+        cb = ADAPTERS[cls](cls())
+        return learner(tmp_path / str(n[0]), cb, JSONLinesLogger(every='1ba'))
 
     def fit(learn: Learner, resume: Any) -> None:
         learn.fit(2, resume=resume)
@@ -98,7 +158,11 @@ def test_foreign_callbacks_resume_from_every_place(cls: type, tmp_path: Path) ->
             for row in read_log(learn.path / 'metrics.jsonl')
         ]
         found[n[0]] = (
-            [getattr(cb, name) for name in ('due', 'firsts', 'n', 'seen') if name in vars(cb)],
+            [
+                getattr(cb, name)
+                for name in ('due', 'firsts', 'n', 'seen', 'min_delta')
+                if name in vars(cb)
+            ],
             rows,
         )
 

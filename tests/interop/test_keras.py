@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit import SGD, Checkpoint, DataLoaders, Learner
-from learnkit.checkpoint.compare import learn_digest
+from learnkit import SGD, Callback, Checkpoint, DataLoaders, Learner
+from learnkit.checkpoint.digest import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.interop import from_keras
 from learnkit.metrics import ValueMetric, mae
@@ -215,4 +215,117 @@ def train(folder: Path) -> Any:
 def test_a_killed_run_ends_the_same(tmp_path: Path) -> None:
     expected = train(tmp_path / 'whole')
     job = partial(train, tmp_path / 'killed')
-    assert run_until_done(job, kill=[('train after_batch', 5)]).result == expected
+    lives = run_until_done(job, kill=[('train after_batch', 5)] * 2)
+    assert lives.kills == 2 and lives.result == expected
+
+
+class Plateau(OfKeras):
+    "Chooses its comparison and the sign of `min_delta` at the first epoch, as Keras does."
+
+    def __init__(self, mode: str = 'auto', patience: int = 2, stops: bool = True) -> None:
+        self.min_delta, self.patience, self.stops = 0.03, patience, stops
+        self.monitor_op: Any = None
+        if mode == 'min':
+            self.choose()
+
+    def choose(self) -> None:
+        self.monitor_op = np.less
+        self.min_delta *= -1
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.best, self.wait = np.inf, 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.monitor_op is None:
+            self.choose()
+        self.wait += 1
+        if self.monitor_op(logs['val_loss'] - self.min_delta, self.best):
+            self.best, self.wait = logs['val_loss'], 0
+        if self.wait < self.patience:
+            return
+        self.wait = 0
+        if self.stops:
+            self.model.stop_training = True
+        else:
+            self.model.optimizer.learning_rate *= 0.5
+
+
+def shrink(lr: float = 0.1) -> Learner:
+    "Return a Learner of one batch an epoch, whose weight shrinks by `2 lr` of itself in each step."
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    data = torch.ones(4, 1), torch.zeros(4, 1)
+    dls = DataLoaders.from_tensors(data, data, bs=4, device='cpu')
+    return quiet(Learner(dls, model, torch.nn.MSELoss(), SGD, lr=lr))
+
+
+def interrupt(cb: Any, epochs: int) -> None:
+    "Interrupt the run after its checkpoint of an epoch."
+    if cb.learn.time.ep == epochs:
+        raise KeyboardInterrupt
+
+
+def plateau_by_hand(stops: bool) -> tuple[int, float]:
+    "Return the number of epochs and the last rate, of at most 30 epochs."
+    w, lr, best, wait = 1.0, 0.1, np.inf, 0
+    for epoch in range(30):
+        w -= lr * 2 * w
+        wait += 1
+        if w * w < best - 0.03:
+            best, wait = w * w, 0
+        if wait == 2:
+            wait = 0
+            if stops:
+                return epoch + 1, lr
+            lr /= 2
+    return 30, lr
+
+
+@pytest.mark.parametrize('stops', [True, False], ids=['stop', 'reduce the rate'])
+@pytest.mark.parametrize('mode', ['auto', 'min'])
+@pytest.mark.parametrize('kills', [0, 1, 2, 3, 4])
+def test_every_kill_keeps_the_sign_of_min_delta(
+    mode: str, stops: bool, kills: int, tmp_path: Path
+) -> None:
+    for at in [*[2, 3, 5, 6][:kills], None]:
+        learn = shrink()
+        learn.add_cbs([from_keras(Plateau(mode, stops=stops)), Checkpoint('1ep', tmp_path)])
+        if at is None:
+            learn.fit(30, resume=True)
+            break
+        learn.add_cb(Callback(epoch_checkpoint=partial(interrupt, epochs=at), order=2000))
+        with pytest.raises(KeyboardInterrupt):
+            learn.fit(30, resume=True)
+    found = learn.time.ep, learn.opt.param_groups[0]['lr']
+    assert found == pytest.approx(plateau_by_hand(stops))
+
+
+def test_the_state_of_a_loaded_state_is_the_same() -> None:
+    first, second = from_keras(Plateau('min')), from_keras(Plateau())
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict() and first.state_dict()['monitor_op'] == 'less'
+
+
+class Counted(torch.nn.Linear):
+    "A layer with extra state: the number of its calls."
+
+    n = 0
+
+    def get_extra_state(self) -> int:
+        return self.n
+
+    def set_extra_state(self, state: int) -> None:
+        self.n = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return super().forward(x)
+
+
+def test_weights_of_a_model_with_extra_state() -> None:
+    cb, model = KeepBest(), Counted(1, 1)
+    learn = learner(from_keras(cb), model=model)
+    learn.fit(1)
+    assert [w.shape for w in cb.model.get_weights()] == [(1, 1), (1,)]
+    cb.model.set_weights([np.full((1, 1), 3.0), np.zeros(1)])
+    assert model.weight.item() == 3 and model.n == 5  # 3 batches of training, 2 of validation

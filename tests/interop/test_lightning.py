@@ -389,6 +389,19 @@ def test_resumes_exactly_from_every_place() -> None:
     )
 
 
+class Lazy(Module):
+    "A module with lazy layers, whose gradients stay until its next step, as in Lightning."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize('accumulate', [1, 2])
+def test_lazy_layers_resume_exactly_from_every_place(accumulate: int) -> None:
+    check_every_place(lambda: make(Lazy(), accumulate_grad_batches=accumulate))
+
+
 def test_resumes_exactly_after_sigkill() -> None:
     report = kill_and_resume(lambda: make(LogsAll()), n_epoch=2, kills=1)
     assert report.exact and report.kills, report.differences
