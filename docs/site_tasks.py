@@ -105,7 +105,7 @@ _ROWS = (
         'checkpoints',
         'Checkpoints and export',
         'Save and resume exactly, load weights, and export for inference.',
-        'callbacks.checkpoint callbacks.export checkpoint.compare interop.hub',
+        'callbacks.checkpoint callbacks.export checkpoint.compare checkpoint.digest interop.hub',
     ),
     (
         'logging',

@@ -26,7 +26,7 @@ class StepSum:
     n_samples: int = 0
     n_batches: int = 0
     weight: Any = 0  # sum of the weights of the batches
-    divisor: Any = 0  # divisor of the weighted sum in the gradients
+    divisor: Any = None  # divisor of the weighted sum in the gradients; None: there is no gradient
     n_steps: int = 0  # number of steps of this fit
     stepped: bool = False  # whether this epoch had a step
 
@@ -122,7 +122,7 @@ class GradientAccumulation(Callback):
             return
         n = self._batch[0]
         weight = widen_weight(self._batch[1], learn.loss)
-        if not total.n_samples:
+        if total.divisor is None:
             total.divisor = self._expect_divisor(n, weight)
         learn.loss_grad = learn.loss_grad * (weight / total.divisor)
 
@@ -199,7 +199,8 @@ class GradientAccumulation(Callback):
 
     def _average(self, total: StepSum) -> None:
         "Scale the gradients to the mean over the samples of the step, if not exactly `n_acc`."
-        if not isinstance(total.weight, Tensor) and total.weight in (0, total.divisor):
+        is_exact = not isinstance(total.weight, Tensor) and total.weight in (0, total.divisor)
+        if is_exact or total.divisor is None:
             return
         grads = local_shards(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = divide(total.divisor, total.weight)
@@ -224,6 +225,8 @@ class GradientAccumulation(Callback):
         self._in_tail = True
         try:
             learn._take_step()
+        except StepPutOff:  # by another callback: the samples count for the next epoch
+            return
         finally:
             self._in_tail = False
         learn.opt.zero_grad(only=learn.turn)

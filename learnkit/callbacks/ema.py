@@ -138,6 +138,7 @@ class EMA(Callback):
         return bool(owners) and not any(modules.get(path) is owner for path, owner in owners)
 
     def before_train(self) -> None:
+        self._opt_steps = self.learn.opt.n_steps
         self._restore_weights()
         if self._is_of_other_model():
             self.restart()
@@ -152,6 +153,9 @@ class EMA(Callback):
     def after_step(self) -> None:
         if self.learn.opt.n_steps == self._opt_steps:
             return  # the step was skipped
+        self._opt_steps = (
+            self.learn.opt.n_steps
+        )  # a callback may cancel the next step before `before_step`
         self._n_steps += 1
         if not self._averages:
             if self.learn.time >= self.start:

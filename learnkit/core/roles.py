@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 BATCH_NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
@@ -44,12 +45,20 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
     >>> [names[id(p)] for p in norm_bias_params(attention)]
     ['in_proj_bias', 'out_proj.bias']
     """
-    norms = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
+    norms = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in list_own_params(m)}
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) in norms or (with_bias and (has_one_dim(p) or is_bias(name))):
             found[id(p)] = p
     return list(found.values())
+
+
+def list_own_params(m: nn.Module) -> list[nn.Parameter]:
+    "Return the parameters of a module without its children's; those of its own parametrized tensors are included."
+    own = [*m.parameters(recurse=False)]
+    if is_parametrized(m):
+        own += m.get_submodule('parametrizations').parameters()
+    return own
 
 
 def has_one_dim(p: nn.Parameter) -> bool:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # torch's default `ignore_index`
 FEW = 256  # numbers that are counted faster in a list than by NumPy
-LEAST_COMPARED = 6  # samples of a batch whose terms are told apart from comparisons of samples
+LEAST_COMPARED = 4  # samples of a batch whose terms are told apart from comparisons of samples
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
 # losses of torch by what they divide by: functions, and the `forward` of modules
 CLASS_LOSSES = [F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward]
@@ -392,7 +392,7 @@ def is_weighted_mean(learn: Learner, pred: Any) -> bool | None:
         try:
             n = count_samples(learn)
             if n < LEAST_COMPARED:
-                return None
+                return True  # losses that compare samples have larger batches
             found: list[bool] = []
             for start in range(0, n, -(-n // 6)):
                 result = _compare_effects(learn, pred, n, start)

@@ -79,9 +79,10 @@ class Lengths:
                 'inside the data set, which looks like the end.'
             )
         else:
+            schedules = f' Schedules stood still after batch {said}; from the next epoch on they expect {n} batches.'
             warn_user(
-                f'{what} gave {n} batches, and its length is {said}. Schedules stood still after batch {said}; from '
-                f'the next epoch on they expect {n} batches. Correct its `__len__`, or remove it.'
+                f'{what} gave {n} batches, and its length is {said}.{schedules if learn.training else ""} Correct its '
+                '`__len__`, or remove it.'
             )
 
 

@@ -62,11 +62,13 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     timings = learn.timings if learn.training else None
     learn.parts.advice.is_watching = True
     is_known = False  # whether it is decided how samples are counted
+    square = 0
     try:
         for batch in batches:
             if not is_known:
                 check_first_batch(learn, batch)
-                is_known = set_size_func(learn, batch)
+                square = set_size_func(learn, batch, square)
+                is_known = not square
             yield batch
             if timings is not None:
                 timings.steps_left -= 1

@@ -46,29 +46,36 @@ def check_first_batch(
 def set_size_func(
     learn: Learner,
     batch: Any,  # batch of `learn.dl`, one of the first
-) -> bool:  # False if the next batch is needed to decide
+    square: int = 0,  # length of the first two axes of the batches before
+) -> int:  # length of the first two axes if they are equal, so that the next batch decides; else 0
     """Decide how the samples of the current loader's batches are counted, from its first batch.
 
     The first axis of the first tensor counts them, or its second axis if that has the loader's batch size or one
-    entry for each of the targets, or else the targets if these have the loader's batch size.
+    entry for each of the targets, or else the targets if these have the loader's batch size. After batches with two
+    equal axes, the axis that changes counts them.
     """
     if learn.size_func is not None or _stacks_samples(learn.dl) or learn.batch_form is None:
-        return True
+        return 0
     try:
         xb, yb = learn.batch_form.split(batch, learn.phase == 'predict')
     except Exception:
-        return True  # the loop raises it
+        return 0  # the loop raises it
     x = first_array(xb)
     if x is None:
-        return True
+        return 0
     if x.shape[:1] == x.shape[1:2]:
-        return False
-    func = find_size_func(x, first_array(yb), expected_size(learn.dl))
+        return int(x.shape[0])
+    func: Callable[[Any, Any], int] | None = None
+    if square and square in x.shape[:2]:
+        if x.shape[0] == square:
+            func = count_second_axis
+    else:
+        func = find_size_func(x, first_array(yb), expected_size(learn.dl))
     if func is not None:
         learn.batch_form = replace(learn.batch_form, size_func=func)
     elif not learn.parts.advice.has_checked_size:
         _warn_of_doubt(learn, xb, yb)
-    return True
+    return 0
 
 
 def find_size_func(

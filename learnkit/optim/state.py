@@ -229,8 +229,11 @@ def restore_value(
     """
     if isinstance(value, Tensor) and isinstance(loaded, Tensor):
         is_cast = loaded.dtype == dtype != value.dtype
-        is_own = is_torch or value.is_floating_point()
-        return value.to(loaded.device) if is_cast and is_own else loaded
+        if not is_cast or is_torch or value.is_floating_point():
+            return value.to(loaded.device) if is_cast else loaded
+        # integers that are no mere cast were decoded
+        own = value.to(loaded.device)
+        return own if torch.equal(own.to(loaded.dtype), loaded) else loaded
     if type(value) is not type(loaded):
         return loaded
     if isinstance(value, deque):

@@ -108,6 +108,16 @@ def test_it_counts_steps_and_no_batches() -> None:
     assert learn.ema.state_dict()['n_updates'] == learn.opt.n_steps == 4
 
 
+def test_steps_that_a_callback_before_it_cancels_are_not_counted() -> None:
+    def skip(cb: Any) -> None:
+        if cb.learn.time.ba in (1, 2):
+            raise CancelStepException
+
+    learn = learner(net(), Callback(before_step=skip), EMA(0.5))
+    learn.fit(2)
+    assert learn.ema.state_dict()['n_updates'] == learn.opt.n_steps == 6
+
+
 def test_half_life_warmup_and_start() -> None:
     assert EMA(half_life='100st').decay ** 100 == pytest.approx(0.5)
     assert EMA(half_life='100ba', every='10st').decay ** 10 == pytest.approx(0.5)

@@ -34,6 +34,14 @@ class Scaled(nn.Module):
         self.position = nn.Parameter(torch.ones(1, 5, 4))
 
 
+class ConditionalNorm(nn.BatchNorm1d):
+    "A norm layer whose scales come from a layer of its own."
+
+    def __init__(self) -> None:
+        super().__init__(4, affine=False)
+        self.scales = nn.Linear(6, 4)
+
+
 def parametrized() -> nn.Module:
     layer = nn.LayerNorm((2, 3))
     return nn.utils.parametrize.register_parametrization(layer, 'weight', nn.Identity())
@@ -58,6 +66,7 @@ DECAYED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     'own norm': (lambda: nn.Sequential(nn.Linear(2, 2), RMSNormOfOnesOwn(2)), ['0.weight']),
     'norm of an image': (lambda: nn.LayerNorm((2, 4, 4)), []),
     'parametrized norm': (parametrized, []),
+    'conditional norm': (ConditionalNorm, ['scales.weight']),
     'bilinear': (lambda: nn.Bilinear(2, 2, 3), ['weight']),
     'PReLU': (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.PReLU(2)), ['0.weight']),
     'embedding': (lambda: nn.Embedding(5, 2), ['weight']),
@@ -80,6 +89,7 @@ def test_norm_layers_alone() -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     found = [names[id(p)] for p in norm_bias_params(model, with_bias=False)]
     assert found == ['1.weight', '1.bias', '3.weight']
+    assert norm_bias_params(ConditionalNorm(), with_bias=False) == []
 
 
 @pytest.mark.parametrize('kind', ['llama', 'qwen', 't5'])

@@ -597,7 +597,24 @@ def test_losses_that_are_means_with_weights(kind: str) -> None:
     loss_func, expected = TERMS[kind]
     learn = batch_learner(loss_func, training=False)
     assert is_weighted_mean(learn, learn.pred) is expected
-    assert is_weighted_mean(batch_learner(loss_func, 5, training=False), learn.pred[:5]) is None
+    assert is_weighted_mean(batch_learner(loss_func, 3, training=False), learn.pred[:3]) is True
+
+
+def test_a_masked_mean_of_few_samples_is_told_apart() -> None:
+    gen = torch.Generator().manual_seed(0)
+    pred = torch.randn(4, 3, 6, 6, generator=gen, dtype=torch.float64)
+    y = torch.randint(-1, 3, (4, 6, 6), generator=gen)
+
+    def masked_pixels(pred: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(pred, y.clamp(min=0), reduction='none')
+        return (losses * (y >= 0)).sum() / (y >= 0).sum()
+
+    options = {'pred': pred, 'yb': (y,), 'xb': (pred,), 'training': False}
+    assert is_weighted_mean(fake_learner(masked_pixels, **options), pred) is True
+    scores = pred.flatten(1)
+    contrast = lambda pred, y: F.cross_entropy(pred @ y.T, torch.arange(len(pred)))
+    options = {'pred': scores, 'yb': (scores.roll(1, 1),), 'xb': (scores,), 'training': False}
+    assert is_weighted_mean(fake_learner(contrast, **options), scores) is False
 
 
 class Late(nn.Module):

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import SAM, SGD, Callback, CancelStepException, GradientAccumulation, Learner
+from learnkit import (
+    SAM,
+    SGD,
+    Callback,
+    CancelBackwardException,
+    CancelStepException,
+    GradientAccumulation,
+    Learner,
+)
 from learnkit.core.errors import StepPutOff
 from learnkit.engine.events import STEP_EVENTS
 from learnkit.interop import from_lightning
@@ -176,6 +184,36 @@ def test_a_callback_that_answers_will_step(options: dict[str, Any]) -> None:
         if i % 2:
             opt.step()
             opt.zero_grad()
+    torch.testing.assert_close(learn.model.weight, model.weight)
+
+
+def test_a_rest_that_another_callback_puts_off_counts_for_the_next_epoch() -> None:
+    class Never(Callback):
+        def will_step(self) -> bool:
+            return self.time.ba == 1
+
+    learn, events = run(Levels, GradientAccumulation(batches=2), Never())
+    assert learn.opt.n_steps == events.count('after_step') == 1
+    pending = next(cb for cb in learn.cbs if isinstance(cb, GradientAccumulation))
+    assert pending.state_dict() == {'sums': {}}  # dropped at the end of the fit
+
+
+def test_microbatches_whose_backward_passes_are_all_cancelled() -> None:
+    def skip(cb: Any) -> None:
+        if cb.iter == 0:
+            raise CancelBackwardException
+
+    learn, _ = run(
+        Levels, GradientAccumulation(batches=3), Callback(before_backward=skip), microbatch=2
+    )
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for some in (batches()[1:3], batches()[3:]):
+        n = 12  # the cancelled batch counts, and adds no gradient
+        sum(F.mse_loss(model(x), y) * len(x) / n for x, y in some).backward()
+        opt.step()
+        opt.zero_grad()
     torch.testing.assert_close(learn.model.weight, model.weight)
 
 

@@ -250,3 +250,23 @@ def test_a_resumed_fit_counts_alike(after: int) -> None:
     assert straight.time.sp == resumed.time.sp == 2 * N
     for p, q in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize('is_batch_first', [False, True])
+def test_a_ragged_batch_after_square_ones(is_batch_first: bool) -> None:
+    "Texts (T=4, B=4), and (4, 2) at the end; or rows (B=4, F=4), and (2, 4), with as many targets."
+
+    def collate(items: list[Item]) -> tuple[Tensor, Tensor]:
+        x = torch.stack([x[:, 0] for x, _ in items], 0 if is_batch_first else 1)
+        return x, x.clone()
+
+    learn = make_learner(DataLoader(make_items(18, 4), 4, collate_fn=collate), nn.Identity())
+    learn.validate()
+    counts = []
+
+    def count(cb: Callback) -> None:
+        counts.append(count_samples(cb.learn))
+
+    with learn.added_cbs(Callback(before_batch=count)):
+        learn.validate()
+    assert counts == [4, 4, 4, 4, 2]
