@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the outputs of a model mean to a loss function: probabilities, scores or numbers, and of which targets.
+"""Meaning of a model's outputs for a loss function: probabilities, scores or numbers, and the kind of targets.
 
 `outputs_of` describes the outputs, `find_activation` returns the function from outputs to probabilities, and
 `find_decoder` the function from probabilities to predicted targets."""
@@ -23,7 +23,7 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the outputs of a model mean to a loss function.
+    """Meaning of a model's outputs for a loss function.
 
     `targets` is the kind of targets that the loss function compares them with:
 
@@ -45,7 +45,7 @@ class Outputs:
 def outputs_of(
     loss_func: Any,  # loss function of learnkit, of torch, or any other
 ) -> Outputs:
-    """Return what the outputs of a model mean to a loss function.
+    """Return the meaning of a model's outputs for a loss function.
 
     Losses of torch are recognized: modules, functions, and a `functools.partial` of a function. Any other loss may
     define a method `loss_outputs()`, which returns `Outputs`, or only a method `activation`, which returns
@@ -75,10 +75,9 @@ def find_activation(
 ) -> Callable[[Any], Any]:
     """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
 
-    An attribute `loss_func.activation` takes precedence. The activation of torch's cross-entropy is the softmax over
-    dimension 1, of a loss that contains the last layer the softmax of its scores, of its negative log-likelihood the
-    exponential, and of its binary cross-entropy with logits the sigmoid. Predictions that are not tensors are returned
-    unchanged.
+    An attribute `loss_func.activation` takes precedence. torch's cross-entropy has the softmax over dimension 1, losses
+    that contain the last layer have the softmax of their scores, the negative log-likelihood has the exponential, and
+    the binary cross-entropy with logits has the sigmoid. Predictions that are not tensors are returned unchanged.
 
     >>> find_activation(nn.BCEWithLogitsLoss())(torch.zeros(2))
     tensor([0.5000, 0.5000])

@@ -77,7 +77,7 @@ class BatchForm:
 
     n_inp: int | None = None  # number of inputs in a tuple
     targets: tuple[str, ...] | None = None  # names of the targets in a mapping
-    # f(xb, yb): number of samples, if the first axis of the first tensor is another one
+    # f(xb, yb): number of samples, if it is not the length of the first axis of the first tensor
     size_func: Callable[[Any, Any], int] | None = None
 
     def split(
@@ -194,7 +194,7 @@ def find_bs(
 
 
 def first_array(b: Any) -> Any:
-    """Return the first tensor or array of a batch outside of lists that has a dimension, or None.
+    """Return the first tensor or array of a batch that has a dimension and is not in a list, or None.
 
     >>> first_array({'weight': torch.tensor(1.), 'ids': torch.zeros(8, 12)}).shape
     torch.Size([8, 12])

@@ -191,7 +191,7 @@ def add_place(
     ('Recorder.after_batch (epoch 0, batch 3)',)
     """
     add_note(e, f'in {place}')
-    # written to `__dict__`, since an exception may refuse attributes
+    # written to `__dict__`, since an exception may reject attributes
     vars(e)[PLACES] = (*list_places(e), place)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object is that was passed in the place of another one, and where it belongs, for error messages."""
+"""Kinds of objects that may be passed in a wrong place, and where they belong, for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kind:
     noun: str  # what such an object is, as 'a model'
     place: str  # what to do with it, as a sentence; `{name}` is the name of its class
     classes: tuple[str, ...]  # full names of classes, or modules and packages of classes
-    maker: str = ''  # function that makes a Callback of it
+    maker: str = ''  # function that converts it to a Callback
 
 
 def _of_library(library: str, maker: str, *classes: str) -> Kind:
@@ -130,7 +130,7 @@ def explain_kind(
     o: Any,  # object in a wrong place
     expected: str,  # what was expected, as 'a callback'
 ) -> str:
-    """Return a sentence that says what an object is, and where it belongs, or an empty string.
+    """Return a sentence with the kind of an object and its place, or an empty string for an unknown kind.
 
     >>> import torch
     >>> explain_kind(torch.optim.SGD, 'a callback')

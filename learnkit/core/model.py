@@ -141,7 +141,7 @@ def copy_extra_state(m: nn.Module) -> Callable[[], object]:
 class BufferCopy:
     """Copy of the buffers and the extra state of one module.
 
-    A forward pass may write into a buffer, replace its tensor, and register another buffer.
+    A forward pass may write into a buffer, replace its tensor, or register another buffer.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -215,7 +215,7 @@ def restore_buffers(
 class EarlierBuffers:
     """Context in which a model has the buffers and extra state of `copies`; changes within the context end with it.
 
-    No current tensor is written: copies take the place of the buffers. The context may be entered again.
+    Current tensors are not written: copies replace the buffers. The context may be entered again.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> with EarlierBuffers(copy_buffers(norm)): _ = norm(torch.tensor([[0.], [2.]]))

@@ -38,7 +38,7 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
 
     These are parameters of at most one dimension, such as biases, scales and the slopes of PReLU,
     and parameters named as a bias, such as `relative_position_bias_table`. The shape of a lazy
-    parameter is unknown, so only its name and its layer count.
+    parameter is unknown, so it is selected only by its name and its layer.
 
     >>> attention = nn.MultiheadAttention(4, 2)
     >>> names = {id(p): name for name, p in attention.named_parameters()}
@@ -54,7 +54,7 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
 
 
 def list_own_params(m: nn.Module) -> list[nn.Parameter]:
-    "Return the parameters of a module without its children's; those of its own parametrized tensors are included."
+    "Return the parameters of a module and of its parametrized tensors, without the parameters of its children."
     own = [*m.parameters(recurse=False)]
     if is_parametrized(m):
         own += m.get_submodule('parametrizations').parameters()
@@ -67,9 +67,9 @@ def has_one_dim(p: nn.Parameter) -> bool:
 
 
 def is_bias(name: str) -> bool:
-    """Return True if a parameter is named as a bias: a word of its own name begins with 'bias'.
+    """Return True if a parameter is named as a bias: a word in the last part of its name begins with 'bias'.
 
-    A number in a list, and torch's `original` of a parametrized tensor, are not its own name.
+    Numbers in a list and torch's `original` of a parametrized tensor are skipped.
 
     >>> [is_bias(name) for name in ('in_proj_bias', 'biases.0', 'parametrizations.bias.original0')]
     [True, True, True]
@@ -104,7 +104,7 @@ def find_averaged(
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
-    """Return True if a name is one of the patterns of `fnmatch`.
+    """Return True if a name matches one of the patterns of `fnmatch`.
 
     >>> matches('encoder.codebook', ['*.codebook']), matches('encoder.codebook', ())
     (True, False)
@@ -131,7 +131,7 @@ def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_followed_params(m: nn.Module, parents: dict[int, nn.Module]) -> list[nn.Parameter]:
-    "Return the parameters of a module, or of the nearest module that stands for one without parameters."
+    "Return the parameters of a module; without any, the parameters of the module that it follows."
     while not (params := list(m.parameters())):
         parent = parents.get(id(m))
         if parent is None:

@@ -34,7 +34,7 @@ def as_number(
     if isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise MetricError(f'{type(owner).__name__}: {name!r}: it is {value!r}, no number.')
+        raise MetricError(f'{type(owner).__name__}: {name!r}: expected a number, got {value!r}.')
     return float(value)
 
 
@@ -52,7 +52,7 @@ def is_better(
     best: float | None,  # best value so far; None: no value so far
     comp: Callable[[Any, Any], Any],  # f(new, best), such as `np.less`
 ) -> bool:
-    """Return True if a value is better than the best one so far; any number is better than none and than NaN.
+    """Return True if a value is better than the best one so far; any number is better than None or NaN.
 
     >>> nan = float('nan')
     >>> is_better(2., 3., np.less), is_better(2., nan, np.less), is_better(nan, None, np.less)

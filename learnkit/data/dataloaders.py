@@ -54,8 +54,8 @@ class DataLoaders:
     continues where the previous epoch ended, within a fit and across fits. An exhausted loader is iterated from its
     start again. The worker processes of a DataLoader stay alive between epochs.
 
-    A loader whose `len()` raises an error has no length. If a loader gives another number of batches than its `len()`,
-    a fit warns, and expects that number from the next epoch on.
+    A loader whose `len()` raises an error has no length. If a loader yields a different number of batches than its
+    `len()`, a fit warns, and expects the real number from the next epoch on.
 
     Raises `LoaderError` for an object that is not a loader, such as a list of loaders. Raises `EmptyLoaderError` for a
     loader without batches. Raises `BatchError` for a batch that does not have the declared form; validation loaders
@@ -477,8 +477,8 @@ def select_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
 def n_batches(dl: Any) -> int | None:
     """Return the `len()` of a loader, or None if the loader has no length.
 
-    A loader whose `__len__` raises an error has no length. Some lengths are known only during a pass, such as that of
-    Lightning's `CombinedLoader`, or depend on data that is not read yet.
+    A loader whose `__len__` raises an error has no length. Some lengths are known only during a pass, as with
+    Lightning's `CombinedLoader`, or depend on data that has not been read yet.
 
     >>> n_batches([1, 2]), n_batches(iter([1, 2]))
     (2, None)

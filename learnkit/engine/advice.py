@@ -31,7 +31,7 @@ class Advice:
         self.is_watching = False  # True until the first loss of a pass is checked
         self._has_checked_loss = True  # False until a fit has checked the loss function
         self._checked: list[Any] | None = None  # loss function and sample shapes of the last check
-        self.has_checked_size = False  # whether a warning of the number of samples was given
+        self.has_checked_size = False  # whether a warning about the number of samples was issued
 
     def begin_fit(self) -> None:
         "Check the loss function at the first loss of this fit."

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # torch's default `ignore_index`
 FEW = 256  # numbers that are counted faster in a list than by NumPy
-LEAST_COMPARED = 4  # samples of a batch whose terms are told apart from comparisons of samples
+LEAST_COMPARED = 4  # samples needed to distinguish weighted means from losses that compare samples
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
 # losses of torch by what they divide by: functions, and the `forward` of modules
 CLASS_LOSSES = [F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward]
@@ -297,10 +297,10 @@ def check_evaluation(
     denominator: Unknown,
     n: int,  # number of samples of the batch
 ) -> None:
-    """Compare the first batch with its parts, and another batch after one of another size, once for a loss.
+    """Compare the first batch with its parts, and one more batch once sizes differ, each once per loss function.
 
     While all batches have one size, the mean of their losses is the only sensible value of a loss that compares
-    samples with each other. Then only means over samples with weights are warned of.
+    samples with each other. Until then, only a weighted mean over samples causes a warning.
     """
     pred = vars(learn).get('pred')
     denominator.sizes.add(n)
@@ -317,7 +317,7 @@ def check_evaluation(
 def check_is_mean(
     learn: Learner,  # Learner with a batch
     pred: Any,  # predictions of the batch
-    only_weights: bool = False,  # warn only of means over samples that have weights
+    only_weights: bool = False,  # warn only about weighted means over samples
 ) -> bool:  # False if the loss has to be compared again, with other predictions
     """Compare the loss of a batch with the losses of two parts, if it is unknown what the loss averages over.
 
@@ -362,7 +362,7 @@ Part = tuple[int, float]  # number of samples and loss
 def compare_parts(
     learn: Learner, pred: Any
 ) -> tuple[float, list[tuple[Part, Part]]]:  # loss of the batch, and the parts of each division
-    "Compute the loss of the batch and of two parts, once for a third and once for a single sample as one of them."
+    "Compute the loss of the batch and of two parts, of which the first is a third, and then a single sample."
     preds, yb = _as_tuple(pred), learn.yb
 
     def compute(preds: tuple[Any, ...], yb: tuple[Any, ...]) -> float:
@@ -382,7 +382,7 @@ def compare_parts(
 
 
 def is_weighted_mean(learn: Learner, pred: Any) -> bool | None:
-    """Return True if the loss is a mean over samples whose weights depend on the targets; None if that is not known.
+    """Return True if the loss is a mean over samples whose weights depend on the targets; None if unknown.
 
     In such a loss, masked for instance, the effects of changed predictions of two parts of the batch add up, and other
     targets of the rest of the batch scale both alike. Neither is true for losses that compare samples with each other.

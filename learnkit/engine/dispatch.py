@@ -178,7 +178,7 @@ class CallbackSet:
                 method(*args)
 
     def is_step_due(self) -> bool:
-        "Return True if the training batch ends with a step, as far as callbacks with a method `will_step` say."
+        "Return True unless the method `will_step` of a callback postpones the step of the training batch."
         entries = self.tables[True][WILL_STEP]
         return not entries or all(will_step() for will_step, switch, _ in entries if switch)
 

@@ -134,7 +134,7 @@ LEVELS = {
 # each name once, in firing order
 EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))
 
-# events of a training batch from the forward pass to the step, which a compiled step or a loop of one's own may skip
+# events of a training batch from the forward pass to the step, which a compiled step or a custom loop may skip
 STEP_EVENTS = EVENTS[EVENTS.index('before_pred') : EVENTS.index('after_step') + 1]
 
 # parts of a batch, and the methods of callbacks that return a context manager to enter around the part

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Lengths:
-    """Lengths of loaders, corrected where a loader gives more or fewer batches than its `len()`.
+    """Lengths of loaders, corrected where a loader yields more or fewer batches than its `len()`.
 
     The length of a loader is its `len()`. If a complete pass had another number of batches, that number is its length
     from the next pass on, until `len()` changes. Checkpointed: the number of the training loader.
@@ -48,7 +48,7 @@ class Lengths:
         dl: Any,
         given: int | None,  # batches of a complete pass; None: only `len()` is known
     ) -> None:
-        "Set the number of batches that a loader with a length has given."
+        "Set the number of batches that a loader with a length has yielded."
         said = n_batches(dl)
         self._corrections.pop(id(dl), None)
         if said is not None and given is not None and given != said:
@@ -64,7 +64,7 @@ class Lengths:
         learn: Learner,
         n: int,  # batches of a complete pass over `learn.dl`
     ) -> None:
-        "Correct the length of the current loader, and warn if its number of batches is a surprise."
+        "Correct the length of the current loader, and warn if its number of batches is unexpected."
         dl = learn.dl
         said, expected = n_batches(dl), self.find(dl)
         own = [learn.dls.train, *(loader for _, loader in evaluation_loaders(learn.dls))]
@@ -79,7 +79,7 @@ class Lengths:
                 'inside the data set, which looks like the end.'
             )
         else:
-            schedules = f' Schedules stood still after batch {said}; from the next epoch on they expect {n} batches.'
+            schedules = f' Schedules stopped after batch {said}; from the next epoch on they expect {n} batches.'
             warn_user(
                 f'{what} gave {n} batches, and its length is {said}.{schedules if learn.training else ""} Correct its '
                 '`__len__`, or remove it.'

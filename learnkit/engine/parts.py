@@ -54,7 +54,7 @@ class Parts:
     whole_step: Any = None  # instead of the default training batch; set by `compile(step=True)`
     resuming: Any = None  # ResumeState of a checkpoint that is not restored yet
     replay_source: Any = None  # callback that keeps the batch for `replay`
-    rewound: Any = None  # folder of the run in which `rewind` has put the Learner before a batch
+    rewound: Any = None  # folder of the run to which `rewind` has moved the Learner
     has_lost_weights: bool = False  # shards of the model went with a rank that failed
     batch_device: torch.device | None = None  # device of the last loader's batches
     # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`

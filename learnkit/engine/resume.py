@@ -100,7 +100,7 @@ def check_rewound(learn: Learner, resume: Any) -> None:
         return
     if folder in [place.absolute() for place in list_checkpoint_folders(learn)]:
         raise CheckpointError(
-            f'`rewind` has put this Learner into the middle of the run in {folder}, and a new fit would write there: '
+            f'`rewind` has moved this Learner to a batch of the run in {folder}, and a new fit would write there: '
             'pass `resume=moment` to continue in a separate folder, or set `learn.path`.'
         )
 

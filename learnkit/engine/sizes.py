@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First batch of a loader: what it consists of, and the axis along which it has its samples."""
+"""Checks of the first batch of a loader: its structure, and the axis of its samples."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def check_first_batch(
     learn: Learner,
     batch: Any,  # first batch of `learn.dl`
 ) -> None:
-    "Raise `BatchError` for a batch with its number and the number of its loader, as Lightning's loaders give it."
+    "Raise `BatchError` for a batch with its number and the number of its loader, as from Lightning's loaders."
     is_triple = type(batch) is tuple and len(batch) == 3
     if not is_triple or type(batch[1]) is not int or type(batch[2]) is not int:
         return
     raise BatchError(
-        f'The {learn.dl_name} loader ({type(learn.dl).__name__}) gives {describe(batch)}: a batch with its number and '
-        'the number of its loader. Pass an object that gives the batches alone, whose `__iter__` returns '
+        f'The {learn.dl_name} loader ({type(learn.dl).__name__}) yields {describe(batch)}: a batch with its number and '
+        'the number of its loader. Pass an object that yields only the batches, whose `__iter__` returns '
         '`(batch for batch, _, _ in loader)`.'
     )
 
@@ -123,7 +123,7 @@ def _stacks_samples(dl: Any) -> bool:
 
 
 def _warn_of_doubt(learn: Learner, xb: Any, yb: Any) -> None:
-    "Warn once if the targets look as if the batch had another number of samples."
+    "Warn once if the targets suggest a different number of samples."
     x, y = first_array(xb), first_array(yb)
     if y is None or y.shape[0] == x.shape[0] or expected_size(learn.dl) == x.shape[0]:
         return

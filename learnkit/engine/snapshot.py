@@ -165,7 +165,7 @@ def _refill(o: Any, items: list[Any]) -> None:
 
 
 def pass_forward(learn: Learner, batch: Any) -> None:
-    "Pass a batch through the model and its callbacks as a prediction does, without its loss."
+    "Pass a batch through the model and its callbacks as a prediction does, without computing its loss."
 
     def skip_loss(cb: Callback) -> None:
         raise CancelBatchException
@@ -193,7 +193,7 @@ def preserved_forward(model: nn.Module) -> Iterator[None]:
     """Restore at the end of a context what forward passes of a model can change; its parameters are not copied.
 
     These are buffers, extra state, modes, attributes and random generators of all modules, and the global generators.
-    Every forward pass that the package adds to the passes of a training runs in this context.
+    Every forward pass that the package adds to training runs in this context.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> with preserved_forward(norm): _ = norm(torch.rand(2, 1))

@@ -73,7 +73,7 @@ class SingleProcess:
         if n > size and learn.batch_form is not None and learn.batch_form.size_func is not None:
             raise BatchError(
                 f'The batch {describe((*xb, *yb))} has {n} samples, which are not along the first axis of the first '
-                'tensor: it cannot be split into microbatches. Let the loader give batches (B, T, ...), or accumulate '
+                'tensor: it cannot be split into microbatches. Let the loader yield batches (B, T, ...), or accumulate '
                 'smaller ones with `GradientAccumulation`.'
             )
         return microbatches(xb, yb, size, n)

@@ -172,10 +172,10 @@ class TrainEvalCallback(Callback):
     def after_batch(self) -> None:
         learn, counters = self.learn, self.learn.parts.counters
         learn.train_iter += 1
-        # batches after the length of the loader, which is wrong then, do not count
+        # batches beyond the length of the loader, which is then wrong, do not count
         if learn.n_iter and learn.n_epoch and learn.iter < learn.n_iter:
             share = learn.pct_train + 1.0 / (learn.n_iter * learn.n_epoch)
-            learn.pct_train = min(share, 1.0)  # without a rounding error
+            learn.pct_train = min(share, 1.0)  # rounding may exceed 1
         counters.batches += 1
         counters.samples += sample_count(learn)
         if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
