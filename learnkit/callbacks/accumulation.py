@@ -150,7 +150,7 @@ class GradientAccumulation(Callback):
         self._average(total)
 
     def will_step(self) -> bool:
-        "Return True if the current batch ends with a step. The loop asks before the step, DDP before the forward pass."
+        "Return True if the current batch ends with a step. The loop calls it before the step, DDP before the forward."
         total = self._find_sum()
         if self._in_tail:
             return True

@@ -413,7 +413,7 @@ class Checkpoint(Callback):
     def _collect_state(self, point: str, background: bool) -> dict[str, Any]:
         """Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks.
 
-        For the background it is a copy, in the memory of the last copy, which has been written.
+        For a save in the background, it is a copy in the memory of the previous copy, whose file is complete.
         """
         learn = self.learn
         if self.trainable_only:

@@ -30,9 +30,9 @@ class EMA(Callback):
 
     After each step `average = decay * average + (1 - decay) * weights` (Polyak and Juditsky, 1992,
     with exponential weights). Only optimizer steps count, not accumulated batches or steps that
-    mixed precision skips. Averaged are all trainable parameters (tied ones once), the running
-    statistics of batch and instance norm layers, and the floating-point buffers that `buffers`
-    names. All other buffers, such as counters, masks and the vectors of `spectral_norm`, keep their
+    mixed precision skips. It averages all trainable parameters (tied ones once), the running
+    statistics of batch and instance norm layers, and the floating-point buffers named by `buffers`.
+    All other buffers, such as counters, masks and the vectors of `spectral_norm`, keep their
     current values. Half-precision weights are averaged in single precision.
 
     With a constant decay of 0.999 the average of a few hundred steps would mostly be the initial

@@ -137,7 +137,7 @@ class MetricColumns:
         if isinstance(value, Mapping):
             found = flatten_mapping(value)
         else:
-            # without batches None, and NaN if the metric cannot be computed
+            # None without batches, and NaN if the metric cannot be computed
             found = dict.fromkeys(columns, value)
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 

@@ -254,7 +254,7 @@ class BlendedLoss:
         self,
         index: Tensor,  # positions of samples in the batch, shape (sample,)
     ) -> Iterator[None]:
-        "Return a context in which the batch has some of its samples only, as in `moment.samples()`."
+        "Return a context in which the batch has only some of its samples, as in `moment.samples()`."
         partners = self.partners
         n = find_bs(partners[0])
         own = map_tensors(

@@ -20,8 +20,8 @@ class OptunaPruning(Callback):
     With `at='epoch'` the step of a report is the number of the epoch, over all fits of the Learner and from 0, and
     with `at='evaluation'` the number of batches. A pruned fit ends after its epoch, or after its batch and the epoch's
     evaluation, with all events. Once every callback has cleaned up, `fit` raises `optuna.TrialPruned`, which is not
-    recorded as a failure of the run. Optuna counts a value that is NaN as worse than all others; an epoch that has not
-    evaluated the column is not reported.
+    recorded as a failure of the run. Optuna counts a value that is NaN as worse than all others; an epoch that did not
+    evaluate the column is not reported.
 
     In several processes the first one has the trial and the others get None. All of them raise `TrialPruned`.
 

@@ -38,7 +38,7 @@ class Bar:
     "Progress of one pass over one loader."
 
     label: str  # what is counted, such as 'epoch 1/5 train'
-    total: int | None = None  # number of batches, which a wrong length exceeds; None: unknown
+    total: int | None = None  # expected number of batches; None: unknown
     done: int = 0  # number of batches finished
     note: str = ''  # text behind the numbers: the loss
     first: int = 0  # number of batches finished before this run resumed from a checkpoint

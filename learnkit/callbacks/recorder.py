@@ -258,7 +258,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
         learn = self.learn
         if learn.training:
-            self._skipped.append(learn.train_iter - 1)  # the batch is counted already
+            self._skipped.append(learn.train_iter - 1)  # the batch has already been counted
         has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
         if has_pred and learn.loss_func is None and learn.yb:
             self._measure(self.select_metrics('valid'))
@@ -638,7 +638,7 @@ def find_column(cb: Any, monitor: str) -> int:
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)
-    hint = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1].get('...')`."
+    hint = " For an average of `learn.log`, pass a function: `monitor=lambda learn: learn.history[-1].get('...')`."
     if evaluation_loaders(cb.learn.dls):
         hint = did_you_mean(monitor, names) or hint
     else:

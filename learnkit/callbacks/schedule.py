@@ -302,8 +302,8 @@ def _fit_with_schedules(
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
     if epochs and budget is None and epoch_length(learn, learn.dls.train)[0] is None:
         warn_user(
-            f'The training loader ({type(learn.dls.train).__name__}) has no length, so how much of an epoch is done is '
-            'not known: the schedule moves from epoch to epoch only. Give its length by '
+            f'The training loader ({type(learn.dls.train).__name__}) has no length, so the progress within an '
+            'epoch is unknown: the schedule changes only from epoch to epoch. Pass its length by '
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
     prepare_opt(learn, lr, wd, reset_opt)

@@ -30,12 +30,12 @@ class LRScheduler(Callback):
     starts from the rates of that fit and has one param group per group of the learner's splitter. A
     scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the epoch's
     row of the history, also NaN; an epoch without a value does not advance it. By default torch
-    compares relative to the best value, which is wrong for negative values: a warning names
+    compares relative to the best value, which is wrong for negative values: a warning recommends
     `threshold_mode='abs'`.
 
     The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
     the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded,
-    and `OptionError` for a scheduler whose `step` has other required arguments, as timm's have.
+    and `OptionError` for a scheduler whose `step` requires other arguments, as in timm.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -139,7 +139,7 @@ class LRScheduler(Callback):
             self._warn_of_negative_best()
 
     def _warn_of_negative_best(self) -> None:
-        "Warn once a fit of a relative threshold for a best value below 0, which an equal value improves."
+        "Warn once per fit if the best value is below 0: with a relative threshold, an equal value counts as better."
         scheduler = self.scheduler
         is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._has_warned or not is_plateau or not -inf < scheduler.best < 0:

@@ -164,9 +164,9 @@ class TrackerCallback(Callback):
 class _Patient(TrackerCallback):
     """Wait for an improvement, then lose patience. Checkpointed: also the time waited.
 
-    A number of epochs with a value is the longest wait, as in fastai, which evaluates every epoch:
-    patience is lost when it is reached. A time since the last improvement is a wait that is still
-    accepted, as in Composer: patience is lost in an epoch with a value when more has passed.
+    A number counts epochs with a value, as in fastai, which evaluates every epoch: patience is lost
+    when it is reached. A time is the longest accepted time since the last improvement, as in
+    Composer: patience is lost in an epoch with a value once more time has passed.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class SaveModelCallback(TrackerCallback):
                 raise OptionError(f'{self} and {cb} write the same file: give one another `fname`.')
 
     def after_eval(self) -> None:
-        "Compare a value that is evaluated within an epoch, whose other batches change the weights."
+        "Compare a value that is evaluated within an epoch, before later batches change the weights."
         if self.every_epoch or callable(self.monitor):
             return
         value = self._as_number(records(self).measured.get(self.monitor))
@@ -449,7 +449,7 @@ class SaveModelCallback(TrackerCallback):
         }
 
     def state_without_files(self) -> dict[str, Any]:
-        "Return the state for a branch of a run, whose file of best weights belongs to the run."
+        "Return the state for a branch of a run; the file of the best weights belongs to the run."
         return {'best': self._worst, 'new_best': False, 'has_best': False, 'compared': False}
 
     @override
@@ -458,5 +458,5 @@ class SaveModelCallback(TrackerCallback):
         super().load_state_dict(sd)
         self._has_best = sd['has_best']
         self._has_compared = sd['compared']
-        # checkpoints of older versions compare rows alone
+        # older versions compared only rows
         self._is_row_compared = sd.get('row_compared', False)

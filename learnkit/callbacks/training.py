@@ -221,8 +221,8 @@ class BnFreeze(Callback):
     frozen if it has parameters and none requires a gradient; a layer without parameters follows the
     nearest module before it in its `nn.Sequential`, or else its parent. Frozen layers are found
     before each epoch, so that layers may be frozen and unfrozen between epochs. `learn.freeze()`
-    freezes norm layers with `Learner(train_bn=False)`; otherwise they train on. A fit that finds no
-    frozen layer warns, unless an earlier one has found some. Checkpointed: the names of the frozen
+    freezes norm layers with `Learner(train_bn=False)`; otherwise they are trained. A fit that finds
+    no frozen layer warns, unless an earlier fit found some. Checkpointed: the names of the frozen
     layers.
 
     >>> BnFreeze.run_after
@@ -247,8 +247,8 @@ class BnFreeze(Callback):
             m.eval()
         if not self._frozen and not self._is_checked:
             warn_user(
-                'BnFreeze found no frozen norm layer with running statistics. `learn.freeze()` trains norm layers '
-                'on, unless the Learner has `train_bn=False`.'
+                'BnFreeze found no frozen norm layer with running statistics. `learn.freeze()` leaves norm layers '
+                'trainable unless the Learner has `train_bn=False`.'
             )
         self._is_checked = True
 

@@ -30,7 +30,7 @@ def learn_digest(
     learn: Learner,
     folder: Path | None = None,  # folder of the run, whose files are included
 ) -> str:
-    """Return the digest of everything of a Learner that training or another method can change.
+    """Return the digest of everything in a Learner that training or another method can change.
 
     This covers what a checkpoint holds, outside of a fit too, and in addition: the mode, the hooks, `requires_grad`
     and the plain attributes of every module; the random generators in loaders and callbacks; which callbacks there
@@ -93,7 +93,7 @@ def _describe_modules(root: Any) -> dict[str, Any]:
 
 
 def _collect_plain(m: nn.Module) -> dict[str, Any]:
-    "Return the attributes of a module that are plain data, except the attributes of every module."
+    "Return the attributes of a module that are plain data, except the attributes that every module has."
     plain = {}
     for name, value in vars(m).items():
         if name not in MODULE_INTERNALS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy a state to host memory, for good or into the memory of an earlier copy, or view it there without a copy."""
+"""Copy a state to host memory, new or of an earlier copy, or view it there without a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learnkit.core.device import has_streams, synchronize
 from learnkit.core.plain import identify_memory, is_dense
 from learnkit.distributed.dtensor import is_dtensor, local_shard, on_host
 
-# bytes of a tensor that gets pages of its own, which a free returns to the system
+# size in bytes from which a tensor gets its own pages, which are returned to the system when freed
 _MIN_MAPPED = 1 << 22
 
 
@@ -25,7 +25,7 @@ def copy_to_host(state: Any) -> Any:
 
 
 def view_on_host(state: Any) -> Any:
-    """Return a nested state with its tensors in host memory. Tensors that are there already are not copied.
+    """Return a nested state with its tensors in host memory. Tensors that are already there are not copied.
 
     The result has the content of `state` as long as no tensor of `state` is modified.
     """
@@ -33,7 +33,7 @@ def view_on_host(state: Any) -> Any:
 
 
 class HostMemory:
-    """Memory of the copies of a state that are needed one after the other.
+    """Memory for copies of a state, of which only the latest is needed.
 
     A copy overwrites the previous copy: a tensor is copied into the memory of a previous tensor of the same layout.
     Memory that the new copy does not need is freed.
@@ -107,16 +107,16 @@ def _allocate(t: Tensor) -> Tensor:
 
 
 def _map_like(t: Tensor) -> Tensor:
-    """Return an uninitialized tensor like `t` in host memory; a large one is an anonymous map of the system.
+    """Return an uninitialized tensor like `t` in host memory; a large one uses an anonymous memory map.
 
-    The allocator of the process may keep large blocks that are freed; a map is returned to the system at once.
+    The allocator may keep large blocks that are freed; a map is returned to the system at once.
     """
     if t.nbytes < _MIN_MAPPED or not _is_plain(t) or has_streams(t.device):
         return _allocate(t)
     flags = getattr(mmap, 'MAP_PRIVATE', 0) | getattr(mmap, 'MAP_ANONYMOUS', 0)
     memory = mmap.mmap(-1, t.nbytes, **({'flags': flags} if flags else {}))
     strides = torch.empty_like(t, device='meta').stride()
-    content = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype)  # holds the map
+    content = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype)  # keeps the map alive
     return content.as_strided(t.shape, strides)
 
 

@@ -2,8 +2,8 @@
 """State of optimizers as plain data, which a file can hold.
 
 Dtypes, NumPy's numbers, deques and the other `data_kinds` are encoded. Options of a param group that
-are not data, such as functions and devices, are left out: a resumed run has those that its optimizer
-is made with."""
+are not data, such as functions and devices, are left out: a resumed run uses the options with which
+its optimizer is created."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_OBJECTS = {str(o): o for o in vars(torch).values() if isinstance(o, _TORCH_TYPES)}
 _KINDS = {
     **data_kinds,
-    # a number of NumPy computes in its own precision, also a np.float64, which is a float
+    # NumPy's numbers compute in their own precision; np.float64 is also a float
     'number': DataKind(
         lambda value: isinstance(value, np.number) and type(value.item()) in ATOMS,
         lambda value: (value.dtype.name, value.item()),

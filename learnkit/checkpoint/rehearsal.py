@@ -132,7 +132,7 @@ def find_lost(before: Inventory, now: Inventory) -> list[str]:
     for name, (mark, fix) in now.items():
         is_of_lazy = before.get(name.rpartition('.')[0], _NONE)[0] == _LAZY
         if mark == _EMPTY and name not in before:
-            continue  # such as the list that a hook adds to a layer, and has emptied again
+            continue  # such as a list that a hook adds to a layer and empties again
         if mark != _COMPUTED and not is_of_lazy and before.get(name, _NONE)[0] != mark:
             lost.append(f'{name}: {fix}')
     return lost

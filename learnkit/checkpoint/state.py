@@ -360,7 +360,7 @@ def _check_fits(learn: Learner, r: ResumeState) -> None:
 
 
 def _compare_grads(params: list[Tensor], grads: Mapping[str, Any]) -> list[str]:
-    "Return a line for each accumulated gradient that fits no parameter; a lazy parameter gets its shape by loading."
+    "Return a line for each accumulated gradient that fits no parameter; a lazy one gets its shape when it is loaded."
     shapes = {str(i): p.shape for i, p in enumerate(params) if not is_lazy(p)}
     lazy = {str(i) for i, p in enumerate(params) if is_lazy(p)}
     return [

@@ -297,7 +297,7 @@ def load_stored(
 
 
 def find_converted(model: nn.Module, weights: Mapping[str, Any]) -> set[nn.Parameter]:
-    "Return the parameters that have another dtype than in a file."
+    "Return the parameters whose dtype differs from the dtype in a file."
     model = bare_model(model)
     weights = _match_names(weights, model)
     return {

@@ -346,8 +346,8 @@ def join_ranks(
 
 
 def new_host_group(timeout: timedelta) -> ProcessGroup:
-    "Return a new group of all ranks that communicates on the hosts."
-    # newer releases of torch also declare the value that ranks outside of a group get
+    "Return a new process group of all ranks that communicates through host memory."
+    # newer versions of torch also declare the return value for ranks outside of a group
     group: Any = dist.new_group(backend='gloo', timeout=timeout)
     return group
 

@@ -120,7 +120,7 @@ class Replicas(Parallelism):
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
 
     def _order_buckets(self, learn: Learner) -> None:
-        """Let a new wrapper order its buckets, by a pass whose gradients are zeros, and discarded.
+        """Let a new wrapper order its buckets by a pass whose gradients are zeros, which are discarded.
 
         After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
         position of a gradient in a bucket changes sums over more than two ranks in the last bit. With this pass, the
@@ -134,7 +134,7 @@ class Replicas(Parallelism):
             with torch.enable_grad():
                 if self._records_graph():
                     with preserved_forward(model):
-                        for _ in range(2):  # a static graph is recorded first, and ordered then
+                        for _ in range(2):  # the first pass records a static graph
                             _run_backward(apply_model(self.wrapped, learn.xb))
                 else:
                     self.wrapped.module = _SumOfParameters(model)
@@ -191,7 +191,7 @@ class Replicas(Parallelism):
 
 
 class _SumOfParameters(nn.Module):
-    "Stand-in for a model, whose output depends on each parameter that needs a gradient."
+    "Stand-in for a model whose output depends on each parameter that requires a gradient."
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
