@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first difference between two runs: the event, the callback and the quantity.
 
-The recorded losses, then the histories, then the checkpoints of both runs give a batch at whose end the runs differ.
+The recorded losses, then the histories, then the checkpoints of both runs show a batch after which the runs differ.
 Both Learners are rewound to the newest checkpoint in which they are equal, and train from there. Their states are
-compared at some batches, then at the batches between the last two of these, and at last event by event: before and
-after each handler.
+compared at a few batches, then at the batches between the last equal and the first unequal one, and finally event by
+event: before and after each handler.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _KINDS = (
     'loss_grad',
     'gradient',
 )
-_POINTS = 16  # batches at which states are compared at a time
+_POINTS = 16  # number of batches at which states are compared in one pass
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,19 @@ def first_difference(
 ) -> Difference | None:
     """Return the first difference between two runs, or None if their records are equal as far as both have them.
 
-    Both runs need checkpoints, and Learners that are made as for training: see `Learner.rewind`. Another version of
-    torch, another device, another number of processes, and with one `fit` for both another number of epochs are named
-    first. Otherwise the recorded losses are compared, then the rows of the histories and the evaluations, then the
-    newest checkpoints that both runs have: weights, buffers, optimizer, generators, callbacks. Both runs are repeated
-    from the newest checkpoint in which they are equal, up to the batch at which the difference is made, and there
-    event by event.
+    Both runs need checkpoints, and Learners that are made as for training: see `Learner.rewind`. Different versions of
+    torch, devices, numbers of processes and, with one `fit` for both, numbers of epochs are reported first. Otherwise
+    the recorded losses are compared, then the rows of the histories and the evaluations, then the newest checkpoints
+    that both runs have: weights, buffers, optimizer, generators, callbacks. Both runs are repeated from the newest
+    checkpoint in which they are equal, up to the batch in which the difference arises, which is repeated event by
+    event.
 
     A quantity is a loss, a batch, the order of samples, a weight, a buffer, a gradient, an option or a state of the
     optimizer, or the generators of random numbers. With `atol` tensors are kept instead of digests, in the memory of
     the host.
 
     Raises `OptionError` for folders without `make`, `CheckpointError` for runs without recorded losses, and what
-    `Learner.rewind` raises: also if `fit` does not repeat the losses that each of the runs has recorded.
+    `Learner.rewind` raises, also if `fit` does not reproduce the recorded losses of each run.
 
     >>> import tempfile
     >>> from learnkit import Callback, Checkpoint
@@ -149,7 +149,7 @@ def first_difference(
     known = common.find_equal_before(symptom.end - 1)
     low = max(known, *(run.first for run in runs))
     found_there = _repeat(learners, low, symptom, fit, atol)
-    if found_there is None:  # what differed is not repeated
+    if found_there is None:  # the difference does not occur again
         place = symptom.batch, symptom.event, '', symptom.what, [symptom.what]
         return Difference(*place, *symptom.consequences)
     return Difference(*found_there[:5], *symptom.consequences)
@@ -186,7 +186,7 @@ def _compare_lengths(a: RecordedRun, b: RecordedRun) -> list[str]:
 class Symptom:
     "First place at which the records of two runs differ."
 
-    end: int  # number of the batch before which the difference was made
+    end: int  # number of the batch before which the difference arose
     event: str
     what: str  # quantity in the record
     first_loss: int | None = None
@@ -257,7 +257,7 @@ def _find_other_entry(a: Rows, b: Rows, atol: float) -> list[tuple[int, str]]:
 
 
 def _find_other_value(row: Mapping[str, Any], other: Mapping[str, Any], atol: float) -> str | None:
-    "Return the first column in which two rows differ; seconds and columns of one run are left out."
+    "Return the first column in which two rows differ; times, and columns that only one run has, are left out."
     names = [name for name in row if name in other and name != 'time']
     return next((n for n in names if not _are_close(row[n], other[n], atol)), None)
 
@@ -299,7 +299,7 @@ class CommonCheckpoints:
         return next((key[0] for key in keys if not self.compare(key)), -1)
 
     def find_difference(self) -> Symptom | None:
-        "Return the difference in the oldest checkpoints from which on all differ, or None if the newest are equal."
+        "Return the difference in the first checkpoints after the newest equal ones, or None if the newest are equal."
         first = None
         for key in sorted(self.pairs, reverse=True):
             if not self.compare(key):
@@ -384,7 +384,7 @@ class Observed:
 
 
 class ObservedTable(WatchedTable):
-    "Handler table that notes the quantities at each event of the repeated batches."
+    "Handler table that records the quantities at each event of the repeated batches."
 
     def __init__(
         self, learn: Learner, table: HandlerTable, events: list[Observed], begin: int, keep: bool
@@ -403,7 +403,7 @@ class ObservedTable(WatchedTable):
         return watched
 
     def _is_repeating(self) -> bool:
-        "Return True from the first batch on, once the state before the batches was restored."
+        "Return True from the first batch on, once the state before the batches has been restored."
         learn = self.learn
         is_restored = learn.parts.resuming is None and learn.run.is_active
         return is_restored and learn.parts.counters.batches >= self.begin
@@ -438,7 +438,7 @@ class ObservedTable(WatchedTable):
 
 
 def _find_reader(keep: bool) -> Callable[[Any], Any]:
-    "Return f(value): what is compared of a value."
+    "Return f(value), which returns the part of a value that is compared."
     return _copy_tensors if keep else digest
 
 
@@ -471,7 +471,7 @@ def _read_optimizer(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any
 
 
 class _NoteStates(Callback):
-    "Note the state before some batches."
+    "Record the state before some batches."
 
     runs_first = ('before_batch',)
     run_in = 'fit'
@@ -491,17 +491,17 @@ class _NoteStates(Callback):
 def _repeat(
     learners: list[Learner], low: int, symptom: Symptom, fit: Fit | None, atol: float
 ) -> Found | None:
-    """Return the first difference that is made from batch `low` on, or None if none is made again.
+    """Return the first difference that arises from batch `low` on, or None if it does not occur again.
 
-    The generators are preserved: a run without a checkpoint before the batch begins as its Learner was made."""
-    if low >= symptom.end:  # it was made in an earlier fit
+    The generators are preserved: without a checkpoint before the batch, a run begins with the Learner as made."""
+    if low >= symptom.end:  # the difference arose in an earlier fit
         return None
     moments = []
     for learn in learners:
         with preserved_rng(), _naming_run(learn):
             moments.append(learn.rewind(low, fit=fit))
     begin = max(low, symptom.end - 2) if symptom.first_loss is not None else None
-    if begin is not None:  # mostly, the batch before the first other loss is the cause
+    if begin is not None:  # usually the batch before the first different loss is the cause
         found = _observe(moments, begin, symptom.end, atol)
         if found is not None and (begin == low or not found.is_from_start):
             return found
@@ -511,7 +511,7 @@ def _repeat(
 
 @contextmanager
 def _naming_run(learn: Learner) -> Iterator[None]:
-    "Add to a `CheckpointError` which of both runs was repeated."
+    "Add a note to a `CheckpointError` that names the repeated run."
     try:
         yield
     except CheckpointError as e:
@@ -524,7 +524,7 @@ def _naming_run(learn: Learner) -> Iterator[None]:
 
 
 def _narrow(moments: list[Moment], low: int, end: int, atol: float) -> int:
-    "Return the number of the last batch before which both runs are equal, by comparing at some batches at a time."
+    "Return the number of the last batch before which both runs are equal, by comparing a few batches at a time."
     while end - low > 1:
         points = range(low, end, max(1, (end - low) // _POINTS))
         noted = [_NoteStates(points, atol > 0) for _ in moments]

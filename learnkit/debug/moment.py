@@ -59,10 +59,10 @@ class StopBefore(Callback):
         self._needed = set(needed)
         self.state = state
         self.first: Mapping[str, Any] | None = None  # state before the first batch of the run
-        self.reached: Mapping[str, Any] | None = None  # first state at the time: after a batch
+        self.reached: Mapping[str, Any] | None = None  # first state at the time, after a batch
         self.first_batch: str | None = None  # digest of the first batch of this fit
         self.ended_at = 0  # number of the batch before which the fit has ended
-        self.n_epoch: int | None = None  # length of the fit
+        self.n_epoch: int | None = None  # number of epochs of the fit
         self.loss_funcs: tuple[Any, Any] = None, None  # at the start and at the end of the fit
         self.losses: dict[int, float] = {}  # by the number of the batch
         self.drawn: dict[str, Any] = {}  # the next batch; empty at the end of the run
@@ -74,7 +74,7 @@ class StopBefore(Callback):
         missing = sorted(self._needed.difference(learn.parts.callbacks.keys.values()))
         if missing:
             raise CheckpointError(
-                f'The run had the callbacks {", ".join(missing)}, which this Learner lacks. Give the function that '
+                f'The run had the callbacks {", ".join(missing)}, which this Learner lacks. Pass the function that '
                 'trained: `fit=lambda learn, **kw: learn.fit_one_cycle(5, 0.1, **kw)`.'
             )
         self.n_epoch = learn.n_epoch
@@ -123,7 +123,7 @@ class StopBefore(Callback):
 
 
 class _Arrived(Exception):
-    "Leave the function that trains: the fit in which it had to arrive has ended."
+    "Leave the function that trains: its fit has reached the batch and ended."
 
 
 def travel(
@@ -133,9 +133,9 @@ def travel(
     resume: Any = False,  # checkpoint or state; False: from the start of the run
     cbs: Iterable[Callback] = (),
 ) -> None:
-    """Train silently until a callback ends the fit, and leave the function that trains there.
+    """Train silently until a callback ends the fit, then leave the function that trains.
 
-    The function may train several fits: `fine_tune` would unfreeze the model, and begin the second one."""
+    The function may run several fits: `fine_tune` would otherwise unfreeze the model and begin the second one."""
     own_fit = learn.fit
 
     def fit_and_leave(*args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ def travel(
                 fit(learn, resume=resume)
         finally:
             learn.parts.callbacks.release(stop.held)
-            # a callback's own loss function, such as that of fastai's MixUp, is set again by each training
+            # a callback with its own loss function, such as fastai's MixUp, sets it again in each fit
             before, now = stop.loss_funcs
             owner = getattr(now, '__self__', None)
             is_kept = stop.held and all(owner is not cb for cb in learn.cbs)
@@ -173,8 +173,8 @@ class Moment:
         stop: StopBefore,  # what was kept before the batch
         outside: Mapping[str, Any],  # states of callbacks that write files, when the run was there
         find_before: Callable[[int], Any],  # f(ba): where to resume to come to a batch, or None
-        record: Record | None = None,  # recorded losses; None: they cannot be equal
-        exact: bool = True,  # whether another loss is an error
+        record: Record | None = None,  # recorded losses; None: not comparable
+        exact: bool = True,  # whether a different loss is an error
     ) -> None:
         self.learn = learn
         self.ba = learn.time.ba  # number of the batch, over all fits
@@ -205,7 +205,7 @@ class Moment:
         """Take the step, and return its loss; NaN if the batch was skipped before its loss.
 
         Without arguments, it is the loss that the run has recorded, bit for bit. With arguments, the step is first
-        taken as in the run, compared, and undone. Afterwards, weights, optimizer and counters are as after the step.
+        taken as in the run, compared, and undone. Afterwards, weights, optimizer and counters have their new values.
 
         Raises `OptionError` for a position or an index that is not in the batch, and if no sample is left.
         """
@@ -224,7 +224,7 @@ class Moment:
     ) -> list[float]:
         """Continue training without output for some batches, at most to the end of the fit, and return their losses.
 
-        Without callbacks, they are the losses that the run has recorded, as far as it has recorded them."""
+        Without callbacks, these are the recorded losses, as far as the run recorded them."""
         batches = Time(n, 'ba') if isinstance(n, int) else Time(n)
         if batches.unit != 'ba':
             raise OptionError(f'play({n!r}): give a number of batches, such as "20ba".')
@@ -232,7 +232,7 @@ class Moment:
         return [losses[ba] for ba in sorted(losses) if ba >= self.ba]
 
     def observe(self, n: int, cbs: Iterable[Callback] = ()) -> None:
-        "Train some batches with callbacks that only look, and restore the Learner."
+        "Train some batches with callbacks that only observe, and restore the Learner."
         self._look(StopBefore(Time(self.ba + n, 'ba'), self._state), self._state, cbs)
 
     def _find_positions(self, positions: Iterable[int], indices: Iterable[Any]) -> set[int]:
@@ -244,13 +244,13 @@ class Moment:
         odd = [i for i in given if not _is_position(i, n)]
         if odd:
             raise OptionError(
-                f'without={odd}: give positions in the batch, from 0 to {n - 1}. Indices in the data set are given by '
+                f'without={odd}: pass positions in the batch, from 0 to {n - 1}. For indices in the data set, use '
                 '`without_indices=`.'
             )
         found = set(map(index, given))
         if indices and self.indices is None:
             raise OptionError(
-                'without_indices=: the indices of this batch are not known. Give positions by `without=`.'
+                'without_indices=: the indices of this batch are unknown. Pass positions as `without=`.'
             )
         own = self.indices or []
         missing = [i for i in indices if i not in own]
@@ -270,7 +270,7 @@ class Moment:
         return stop.losses
 
     def _load(self, state: Any) -> None:
-        "Load the state at the end of a look, without the states of the callbacks of this look."
+        "Load the state at the end of a look, without the states of callbacks that were added for the look."
         learn = self.learn
         with silenced(learn):
             keys = {*learn.parts.callbacks.keys.values()}
@@ -287,7 +287,7 @@ class Moment:
         if self._record is None:
             return
         known = [ba for ba in range(begin, stop.ended_at) if ba in self._record.batches]
-        # the first must be known, and the run may have been killed before the last
+        # the first must be known; a run that was killed lacks the last ones
         refuse(self._record.find_other(stop.losses, known or [begin]), self._exact)
 
     def begin_branch(self, learn: Learner) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class Moment:
     ) -> None:
         """Train up to a batch, compare it with the run, and restore the Learner.
 
-        It is restored also where no checkpoint holds its state: attributes of the model and of callbacks."""
+        This includes what no checkpoint contains: attributes of the model and of callbacks."""
         with restored(self.learn):
             if resume is not self._state:  # a callback may have changed it on the way
                 self.learn.loss_func = self._first_loss_func
@@ -387,7 +387,7 @@ class _MeasureSamples(StopBefore):
 
 
 def _is_position(i: Any, n: int) -> bool:
-    "Return True for a whole number, also of NumPy or torch, from 0 to below n."
+    "Return True for an integer of Python, NumPy or torch from 0 to n - 1."
     with suppress(TypeError):
         return not isinstance(i, bool) and 0 <= index(i) < n
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that a run has recorded, and their comparison with the losses of the same batches trained again."""
+"""Recorded losses of a run, and their comparison with the losses of the same batches when they are repeated."""
 
 from __future__ import annotations
 

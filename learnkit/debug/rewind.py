@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a run again from its nearest checkpoint, silently, up to any batch.
+"""Repeat a run silently from its nearest checkpoint up to any batch.
 
 `rewind` finds the checkpoint, resumes the fit from it, and ends the fit before the batch. Exact resume makes the state
 equal to the run's, bit for bit. The recorded losses of the run are compared with the losses on the way.
@@ -61,7 +61,7 @@ class RecordedRun:
 
     @property
     def lost(self) -> list[str]:
-        "What any checkpoint of the run has warned of."
+        "State that a resumed run loses, by the warnings of all checkpoints of the run."
         return [*dict.fromkeys(text for entry in self.checkpoints for text in entry.info['lost'])]
 
     def find_before(self, until: Time) -> Entry | None:
@@ -76,7 +76,7 @@ class RecordedRun:
         return max(before, key=lambda e: e.number, default=None)
 
     def find_after(self, origin: Entry | None) -> Entry:
-        "Return the first checkpoint after another one, or the first of the run; without any, the newest."
+        "Return the first checkpoint after another one, or the first of the run; without one, the newest."
         number = 0 if origin is None else origin.number
         after = [entry for entry in self.checkpoints if entry.number > number]
         return min(after, key=lambda e: e.number, default=self.checkpoints[0])
@@ -142,9 +142,9 @@ def find_spike(losses: Mapping[int, float]) -> Time:
 
 
 def find_inexact(learn: Learner, run: RecordedRun, origin: Entry | None) -> list[str]:
-    """Return why a run cannot be repeated from a checkpoint, as far as it is known before.
+    """Return the reasons, known in advance, why a run cannot be repeated exactly from a checkpoint.
 
-    Without a checkpoint before the batch, each look starts from the state that a checkpoint would hold there."""
+    Without a checkpoint before the batch, each look starts from the state that a checkpoint would contain there."""
     reasons = run.lost if origin is None else list(origin.info['lost'])
     version = str(torch.__version__)
     used = (run.find_after(None) if origin is None else origin).info['torch']
@@ -187,8 +187,8 @@ def rewind(
         )
     if origin is None and any(is_lazy(t) for t in learn.model.parameters()):
         raise CheckpointError(
-            f'The run has no checkpoint before {until}, and lazy layers have no weights yet to which a look could '
-            f'return: rewind to batch {run.find_after(None).info["ba"]} or a later one.'
+            f'The run has no checkpoint before {until}, and lazy layers have no weights yet that a look could restore: '
+            f'rewind to batch {run.find_after(None).info["ba"]} or a later one.'
         )
     refuse(find_inexact(learn, run, origin), exact)
     record = _read_comparable(learn, run)
@@ -208,8 +208,8 @@ def _read_comparable(learn: Learner, run: RecordedRun) -> Record | None:
     ranks = run.info['ranks']
     if ranks != learn.world.size:
         warn_user(
-            f'The run was of {ranks} processes, this is {learn.world.size}: numbers are equal up to rounding, and are '
-            'not compared.'
+            f'The run had {ranks} processes, this one has {learn.world.size}: numbers are equal up to rounding, and '
+            'are not compared.'
         )
     return run.read_record() if ranks == learn.world.size == 1 else None
 
@@ -258,7 +258,7 @@ def _go(
 
 
 def _run_lazy_layers(learn: Learner, xb: tuple[Any, ...]) -> None:
-    "Let lazy layers that have not run yet become ordinary ones: a look could not undo it."
+    "Initialize lazy layers that have not run yet: a look could not undo it."
     if not any(isinstance(m, LazyModuleMixin) for m in learn.model.modules()):
         return
     given = patch.object(learn, 'xb', xb)
@@ -281,7 +281,7 @@ def _read_checkpoint(
 
 
 def _collect_outside(learn: Learner, saved: Mapping[str, Any]) -> dict[str, Any]:
-    "Return the states that the callbacks of `_list_silent` have in a branch, from those in a checkpoint."
+    "Return the states of the callbacks of `_list_silent` for a branch, from the states in a checkpoint."
     outside = {}
     states = learn.callback_states()
     for cb, key in _list_silent(learn):

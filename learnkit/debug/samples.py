@@ -94,7 +94,7 @@ class _Loss(nn.Module):
         learn = self._learn[0]
         learn.xb, learn.yb = xb, yb
         output = learn.pred = learn.seams.model(learn)
-        # a loss function that knows more of each sample than the targets, such as MixUp's
+        # a loss function that knows more about each sample than the targets, such as MixUp's
         narrowed = getattr(learn.loss_func, 'narrowed', None)
         with nullcontext() if narrowed is None else narrowed(index):
             loss: Tensor | None = learn.seams.loss(learn, output)
@@ -114,7 +114,7 @@ def measure_samples(
     owner = getattr(learn.loss_func, '__self__', None)
     if any(owner is cb for cb in learn.cbs):
         raise LossError(
-            f'samples(): {type(owner).__name__} computes the loss of the whole batch at once, and not of one sample. '
+            f'samples(): {type(owner).__name__} computes the loss of the whole batch at once, not of single samples. '
             '`moment.step(without=[i])` leaves samples out.'
         )
     loss = _Loss(learn)
