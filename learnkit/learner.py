@@ -134,9 +134,9 @@ class Learner(Loop):
 
     An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
     hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`.
-    Parameters of at most one dimension, those named as a bias and those of torch's norm layers are
-    excluded from weight decay for the optimizers with fastai's names (`Adam`, `SGD`), and for every
-    optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight decay applies to them too. If
+    Parameters of at most one dimension, parameters named as a bias and all parameters of torch's norm
+    layers are excluded from weight decay for the optimizers with fastai's names (`Adam`, `SGD`), and
+    for every optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` it applies to them too. If
     `loss_func` is a module, its parameters that require gradients are trained with the last group.
     `OptimWrapper` describes optimizers that need a closure or that switch between training and
     evaluation.
@@ -144,8 +144,8 @@ class Learner(Loop):
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
 
-    `size_func` returns the number of samples of a batch. Without it, the first axis of the first tensor counts them; if
-    the first batch of a loader shows the samples along the second axis, or only in the targets, these count them.
+    `size_func` returns the number of samples of a batch. Without it, the first axis of the first tensor counts them,
+    or the second axis or the targets if the first batch of a loader shows that its samples are there.
 
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for unusable arguments.
 
@@ -794,8 +794,8 @@ class Learner(Loop):
         are restored. Several outputs are averaged separately.
 
         Predictions of each position, such as masks, move with the inputs: `undo` gets the model's outputs for an
-        augmented batch, right after `augment` got the batch, and moves them back. A warning names predictions with the
-        size of the inputs if there is no `undo`.
+        augmented batch, right after `augment` got the batch, and moves them back. Without `undo`, predictions with the
+        size of the inputs cause a warning.
 
         Raises `OptionError` if the data has no augmentation, if `n` is not positive, or if the predictions of augmented
         inputs have another shape.
@@ -1037,8 +1037,8 @@ class Learner(Loop):
         branch, in its own folder.
 
         Raises `CheckpointError` where the run cannot be exact: a checkpoint has warned of it, torch has another
-        version, a callback is missing, the fit has another number of epochs, or a loss on the way is not the recorded
-        one. Each look at the moment compares its first loss, too. A later `fit` without `resume=moment` that would
+        version, a callback is missing, the fit has a different number of epochs, or a loss on the way differs from the
+        record. Each look at the moment also compares its first loss. A later `fit` without `resume=moment` that would
         write into the folder of the run raises `CheckpointError`.
 
         >>> import tempfile

@@ -119,7 +119,7 @@ class BaseLoss(nn.Module):
         return denominator
 
     def loss_outputs(self) -> Outputs:
-        "Return what the predictions mean to the wrapped loss; without an activation, logits stay logits."
+        "Return the meaning of the predictions for the wrapped loss; without an activation, logits stay logits."
         outputs = outputs_of(self.func)
         has_activation = type(self).activation is not BaseLoss.activation
         return replace(
@@ -169,7 +169,7 @@ class _ClassScores:
         return x.argmax(self.axis)
 
     def loss_outputs(self) -> Outputs:
-        "Return that the predictions are scores of classes."
+        "Return `Outputs` for predictions that are scores of classes."
         activate, decode = self.activation, self.decodes
         return Outputs('classes', activate, decode, are_probabilities=True, contains='softmax')
 

@@ -143,7 +143,7 @@ class _Estimator(BaseEstimator):
         is_partial: bool = False,  # train one epoch, and keep the model if there is one
         strata: NDArray[Any] | None = None,  # groups that the held out part represents equally
     ) -> Self:
-        "Train a new model, or one epoch more."
+        "Train a new model, or continue for one epoch."
         if weights is not None:
             check_weightable(loss_func)
         seed = check_random_state(self.random_state).randint(2**31 - 1)
@@ -248,7 +248,7 @@ def convert_samples(x: NDArray[Any], model: nn.Module) -> Tensor:
 
 
 class ColumnOutputs(Callback):
-    "Give outputs of the shape [samples] the shape [samples, 1], which their targets have."
+    "Reshape outputs [samples] to [samples, 1], the shape of their targets."
 
     def after_pred(self) -> None:
         pred = self.learn.pred
@@ -263,7 +263,7 @@ def check_weights(
     sample_weight: Any,  # one weight per sample, or a number
     n: int,  # number of samples
 ) -> NDArray[Any]:
-    """Return sample weights as an array of float64; raise `ValueError` unless they are `n` positive numbers or zeros.
+    """Return sample weights as an array of float64; raise `ValueError` unless they are `n` numbers of at least 0.
 
     >>> check_weights([1, 0, 2], 3)
     array([1., 0., 2.])
@@ -296,8 +296,8 @@ def check_weightable(loss_func: Any) -> None:
     call = getattr(loss_func, 'forward', loss_func)
     if not hasattr(loss_func, 'reduction') and not takes(call, 'reduction'):
         raise LossError(
-            f'{name_of(loss_func)}: weights need the loss of each sample. Give the loss function a '
-            "keyword `reduction`; with 'none' it returns one number per sample."
+            f'{name_of(loss_func)}: weights need the loss of each sample. Add a keyword `reduction` '
+            "to the loss function; with 'none' it returns one number per sample."
         )
 
 
@@ -374,15 +374,15 @@ class WeightedLoss(nn.Module):
         return torch.where(is_counted, weight[torch.where(is_counted, targ, 0)], 0)
 
     def activation(self, x: Any) -> Any:
-        "Return the activation of the loss inside."
+        "Apply the activation of the wrapped loss."
         return find_activation(self.func)(x)
 
     def decodes(self, x: Any) -> Any:
-        "Return the predicted targets of the loss inside."
+        "Return the predicted targets of the wrapped loss."
         return find_decoder(self.func)(x)
 
     def loss_outputs(self) -> Outputs:
-        "Return what the outputs mean to the loss inside."
+        "Return the meaning of the outputs for the wrapped loss."
         return outputs_of(self.func)
 
     def loss_denominator(self) -> Denominator:
@@ -391,7 +391,7 @@ class WeightedLoss(nn.Module):
 
 
 class WeightedSamples(Denominator):
-    "Denominator of a `WeightedLoss`; without weights in the batch, of the loss inside."
+    "Denominator of a `WeightedLoss`; without weights in the batch, of the wrapped loss."
 
     varies = True
 
@@ -437,7 +437,7 @@ class UnweightedMetric(Metric):
 
 
 def weigh_samples(learn: Learner) -> None:
-    "Let a Learner train on batches of samples, targets and weights; do nothing for one that does."
+    "Let a Learner train on batches of samples, targets and weights, unless it already does."
     if isinstance(learn.loss_func, WeightedLoss):
         return
     learn.loss_func = WeightedLoss(learn.loss_func)
@@ -584,8 +584,8 @@ class Classifier(ClassifierMixin, _Estimator):
         if not kind:
             name = name_of(get_loss(self))
             raise OptionError(
-                f'{name}: it is unknown which outputs stand for the second class. Give the loss function '
-                'a method `activation` that returns probabilities.'
+                f'{name}: it is unknown which outputs mean the second class. Add a method `activation` '
+                'that returns probabilities to the loss function.'
             )
         return scores[:, 0].numpy()
 

@@ -529,7 +529,7 @@ def _make_input_callback() -> Callback:
 
 
 class Augmenter(Callback):
-    "Augment the inputs of each batch, and map its predictions back to the plain inputs."
+    "Augment the inputs of each batch, and map the predictions back to the original inputs."
 
     def __init__(
         self,
@@ -569,7 +569,7 @@ def _warn_of_positions(xb: tuple[Any, ...], pred: Any) -> None:
         warn_user(
             f'tta: the predictions {describe(p)} have the size of the inputs {describe(x)}. An augmentation that '
             'moves positions, such as a flip, needs `undo=f`, where f(predictions) moves them back. For any other, '
-            '`undo=lambda preds: preds` ends this warning.'
+            '`undo=lambda preds: preds` turns off this warning.'
         )
 
 
@@ -591,7 +591,7 @@ def _check_shapes(plain: Any, augmented: Any) -> None:
     shapes = [[tuple(t.shape) for t in tensors_in(preds)] for preds in (plain, augmented)]
     if shapes[0] != shapes[1]:
         raise OptionError(
-            f'tta: the predictions are {describe(plain)}, and of augmented inputs {describe(augmented)}. Give '
+            f'tta: the predictions are {describe(plain)}, for augmented inputs {describe(augmented)}. Pass '
             '`undo=f`, where f(predictions) returns them in the shape of the plain ones.'
         )
 

@@ -255,7 +255,7 @@ class TrainerRun(Callback):
         self.progress.is_in_step = True
         self.progress.has_stepped = False
         n_left = (self.n_iter or 0) - self.iter
-        if n_left <= 0:  # not known: no length, or the first epoch has more batches than the length
+        if n_left <= 0:  # unknown: no length, or the first epoch has more batches than the length
             n_left = sys.maxsize
         self.progress.n_window = min(self.args.gradient_accumulation_steps, n_left)
         self._call('on_step_begin')
@@ -333,7 +333,7 @@ class TrainerRun(Callback):
             self._note_best(metrics)
 
     def _note_best(self, metrics: Mapping[str, Any]) -> None:
-        "Compare the monitored metric with the best one, as the Trainer, whose first best value is infinite."
+        "Compare the monitored metric with the best one, as the Trainer does: its first best value is infinite."
         name = f'eval_{self.args.metric_for_best_model.removeprefix("eval_")}'
         columns = records(self).evaluated_columns()
         if name not in metrics and name not in map(_rename_column, columns):
@@ -342,7 +342,7 @@ class TrainerRun(Callback):
             )
         value = as_number(self, name, metrics.get(name))
         if value is None:
-            return  # this evaluation was of another loader
+            return  # this evaluation used another loader
         is_greater = self.args.greater_is_better
         if self.state.best_metric is None:
             self.state.best_metric = -math.inf if is_greater else math.inf

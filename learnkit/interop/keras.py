@@ -210,7 +210,7 @@ class _FromKeras(Callback):
 def _find_direction(monitor_op: Any) -> str | None:
     """Return the key in `_MONITOR_OPS` for a comparison, or None without one.
 
-    The comparison is called, because its name depends on who made it: Keras, NumPy, or a loaded state.
+    The comparison is called, because its name depends on its origin: Keras, NumPy, or a loaded state.
 
     >>> _find_direction(np.less), _find_direction(operator.gt), _find_direction(None)
     ('less', 'greater', None)
@@ -272,7 +272,7 @@ class ModelView:
         return [t.detach().cpu().numpy().copy() for t in self._list_tensors().values()]
 
     def _list_tensors(self) -> dict[str, torch.Tensor]:
-        "Return the parameters and buffers by name; Keras has no place for extra state."
+        "Return the parameters and buffers by name; Keras cannot store extra state."
         state = self._model.state_dict()
         return {name: t for name, t in state.items() if name.rpartition('.')[2] != '_extra_state'}
 

@@ -55,8 +55,8 @@ def from_lightning(
     The options of the Trainer are `accumulate_grad_batches`, `gradient_clip_val`,
     `gradient_clip_algorithm` and `log_every_n_steps`; `learn.fit(3)` is `max_epochs=3`. The data module
     is set up when the Learner is made. Any `nn.Module` with `training_step` and `configure_optimizers`
-    will do; Lightning need not be installed. `MixedPrecision('bf16')` among the callbacks is
-    `precision='bf16-mixed'`; `training_step` then casts a weight at each use, as in Lightning.
+    will do; Lightning need not be installed. `MixedPrecision('bf16')` as a callback
+    corresponds to `precision='bf16-mixed'`; `training_step` then casts a weight at each use, as in Lightning.
 
     Checkpointed: schedulers, logged values, torchmetrics and plain public attributes of the module,
     what its `on_save_checkpoint` adds, and the states of callbacks.
@@ -95,7 +95,7 @@ def from_lightning(
 
 
 def check_source(dls: Any) -> None:
-    "Raise `LoaderError` for an object that is no source of data, such as Lightning's Trainer."
+    "Raise `LoaderError` for an object that is not a source of data, such as Lightning's Trainer."
     kind = find_kind(dls)
     if kind not in (None, DATA, DATA_MODULE):
         raise LoaderError(explain_kind(dls, 'data'))
@@ -170,13 +170,13 @@ class _FromLightning(Callback):
 
 
 def is_callback(cb: Any) -> bool:
-    "Return True for an instance of Lightning's class of callbacks, and for such a class."
+    "Return True for an instance or a subclass of Lightning's class of callbacks."
     kind = find_kind(cb)
     return kind is not None and kind.maker == 'from_lightning'
 
 
 def as_learnkit(cb: Any) -> Callback:
-    "Return an adapter of a callback of Lightning, or of one like it; other callbacks as `as_callback` does."
+    "Return an adapter of a callback with the hooks of Lightning; pass any other callback to `as_callback`."
     is_other = isinstance(cb, (Callback, type)) or hasattr(cb, 'before_fit')
     is_like = not is_other and find_kind(cb) is None and bool(own_hooks(cb, HOOKS))
     return _FromLightning(cb) if is_like or is_callback(cb) else as_callback(cb)

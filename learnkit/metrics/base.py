@@ -382,7 +382,7 @@ def merge_losses(
 
 
 def add_exactly(numbers: list[float]) -> float:
-    """Return the sum of numbers, rounded once; NaN of opposite infinities, which `fsum` refuses to add.
+    """Return the sum of numbers, rounded once; NaN for opposite infinities, which `fsum` refuses to add.
 
     >>> add_exactly([0.1] * 10), add_exactly([float('inf'), float('-inf')])
     (1.0, nan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranking scores with fastai's names, by scikit-learn, correlation of ranks, and scores of texts, by torchmetrics.
+"""Ranking scores with fastai's names (by scikit-learn), rank correlation, and text scores (by torchmetrics).
 
 Predictions and targets are kept on their device until the value is read. Probabilities are ranked in float64, in which
 few scores round to the same number. Constructors raise `MissingExtraError` without the library
@@ -55,7 +55,7 @@ class _AreaScore(SklearnScore):
         counts = targ.sum(0)
         defined = (counts > 0) & ((counts < len(targ)) | (self.score != 'roc_auc_score'))
         scores = np.full(len(counts), np.nan)
-        # after a diverged training a column may have no ranks
+        # after training has diverged, a column may have no ranks
         for i in np.flatnonzero(defined & np.isfinite(pred).all(0)):
             scores[i] = self.score_func(targ[:, i], pred[:, i])
         if self.average is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of data that they cannot be computed from: the value is NaN, and the fit continues."""
+"""Metrics that cannot be computed from their data: the value is NaN, and the fit continues."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def compute_or_nan(
 ) -> Any:
     """Return `compute(*data)`, or NaN if it raises `ValueError` because the values have no such score.
 
-    Values have no score if one is not finite, as after a diverged training, or if all targets are
-    equal, as for one class or one sample; the latter also warns with the error. Every other error is
-    raised: also a `ValueError` for different numbers of predictions and targets.
+    Values have no score if one is not finite, as after training has diverged, or if all targets are
+    equal, as for one class or one sample, which also causes a warning. Every other error is raised,
+    including a `ValueError` for different numbers of predictions and targets.
 
     >>> import torch
     >>> def ratio(pred, targ):

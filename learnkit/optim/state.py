@@ -58,8 +58,8 @@ def is_single(state: Any) -> bool:
 def read_state(o: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of one optimizer.
 
-    An optimizer may have another layout than torch's (a wrapper, such as Lookahead). Its state dict is an entry of
-    the result then, beside the param groups.
+    An optimizer may have another layout than torch's (a wrapper, such as Lookahead). Its state dict is then an entry
+    of the result, next to the param groups.
     """
     state = o.state_dict()
     if is_single(state):
@@ -184,7 +184,7 @@ def load_single(
     params: dict[Any, Any] = {}
     for group, saved in zip(own, groups, strict=True):
         params.update(zip(saved['params'], group['params'], strict=True))
-    # torch keeps references to the tensors that it is given
+    # torch keeps references to the tensors that it gets
     copied = {i: adapt_state(s, params.get(i), copy) for i, s in state['state'].items()}
     # an optimizer may add entries to its state dict
     added = {k: v for k, v in state.items() if k not in ('state', 'param_groups')}
@@ -231,7 +231,7 @@ def restore_value(
         is_cast = loaded.dtype == dtype != value.dtype
         if not is_cast or is_torch or value.is_floating_point():
             return value.to(loaded.device) if is_cast else loaded
-        # integers that are no mere cast were decoded
+        # integers that differ from a mere cast were decoded
         own = value.to(loaded.device)
         return own if torch.equal(own.to(loaded.dtype), loaded) else loaded
     if type(value) is not type(loaded):
