@@ -275,7 +275,7 @@ def check_weights(
     )
     if weights.shape != (n,):
         raise ValueError(
-            f'sample_weight has the shape {weights.shape}, and there are {n} samples: give one weight '
+            f'sample_weight has the shape {weights.shape}, and there are {n} samples: pass one weight '
             'for each.'
         )
     if (weights < 0).any():
@@ -537,7 +537,7 @@ class Classifier(ClassifierMixin, _Estimator):
         is_first = not hasattr(self, 'learner_')
         if self.class_weight == 'balanced':
             raise OptionError(
-                "class_weight='balanced' needs all samples, which partial_fit does not get. Give a dict, "
+                "class_weight='balanced' needs all samples, which partial_fit does not get. Pass a dict, "
                 'for example of `compute_class_weight`.'
             )
         x, labels, weights = self._read(X, y, sample_weight, reset=is_first)
@@ -617,7 +617,7 @@ class Classifier(ClassifierMixin, _Estimator):
         kind = type_of_target(labels)
         if kind != 'multilabel-indicator':
             if kind.endswith('multioutput'):
-                raise ValueError('y has several classes per sample: give one column of classes.')
+                raise ValueError('y has several classes per sample: pass one column of classes.')
             return column_or_1d(labels, warn=True)
         if not np.isin(labels, (0, 1)).all():
             raise ValueError('y has several columns: labels are 0 or 1.')
@@ -689,12 +689,12 @@ class Classifier(ClassifierMixin, _Estimator):
         name = name_of(unwrap_partial(self.loss_func))
         if outputs_of(self.loss_func).targets == 'numbers':
             raise OptionError(
-                f'loss_func={name}: a Classifier cannot predict classes with it. Give a loss such as '
+                f'loss_func={name}: a Classifier cannot predict classes with it. Pass a loss such as '
                 'CrossEntropyLoss or BCEWithLogitsLoss, or use a Regressor.'
             )
         if self._is_multilabel and not can_score_labels(self.loss_func):
             raise OptionError(
-                f'loss_func={name}: y has several labels per sample. Give a loss such as '
+                f'loss_func={name}: y has several labels per sample. Pass a loss such as '
                 'BCEWithLogitsLoss, or a loss with a method `activation` that returns the probability of '
                 'each label.'
             )

@@ -620,7 +620,7 @@ def as_callback(cb: Any) -> Callback:
         return cb
     raise CallbackError(
         explain_kind(cb, 'a learnkit callback')
-        or f'{short_repr(cb)} ({type(cb).__name__}) is not a callback: give a Callback, its class, or '
+        or f'{short_repr(cb)} ({type(cb).__name__}) is not a callback: pass a Callback, its class, or '
         '`Callback(event=function)`.'
     )
 

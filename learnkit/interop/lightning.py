@@ -88,7 +88,7 @@ def from_lightning(
         is_known = not (is_module or is_callback(module_or_callback))
         raise ModelError(
             (is_known and explain_kind(module_or_callback, 'a LightningModule'))
-            or f'{type(module_or_callback).__name__} has no `training_step`: give a LightningModule with its data, or '
+            or f'{type(module_or_callback).__name__} has no `training_step`: pass a LightningModule with its data, or '
             'a callback alone.'
         )
     return _FromLightning(module_or_callback)
