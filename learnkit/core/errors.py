@@ -221,7 +221,7 @@ class CallbackError(LearnkitError, TypeError):
     >>> synth_learner(cbs=print)
     Traceback (most recent call last):
     learnkit.core.errors.CallbackError: <built-in function print> (builtin_function_or_method) is not a callback:
-    give a Callback, its class, or `Callback(event=function)`.
+    pass a Callback, its class, or `Callback(event=function)`.
     """
 
 

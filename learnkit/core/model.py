@@ -168,7 +168,7 @@ class BufferCopy:
             self.load_extra()
         self.drop_new()
         for key, buffer in self.buffers.items():
-            current = getattr(module, key)
+            current = getattr(module, key, None)
             if buffer is None or current is None:
                 setattr(module, key, buffer)
             if buffer is None:
@@ -246,6 +246,8 @@ class EarlierBuffers:
 
     def __exit__(self, *exc_info: object) -> None:
         for module, buffers, not_persistent, load_extra in self.current:
+            for key in [key for key in module._buffers if key not in buffers]:
+                delattr(module, key)
             for key, buffer in buffers.items():
                 module.register_buffer(key, buffer, persistent=key not in not_persistent)
             if load_extra is not None:

@@ -34,7 +34,7 @@ def as_number(
     if isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise MetricError(f'{type(owner).__name__}: {name!r}: expected a number, got {value!r}.')
+        raise MetricError(f'{type(owner).__name__}: {name!r}: it is {value!r}, not a number.')
     return float(value)
 
 

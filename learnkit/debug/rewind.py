@@ -195,8 +195,11 @@ def rewind(
     length = run.find_after(origin).info['n_epoch']
     moment = _go(learn, run, origin, until, fit or make_fit(length), record, exact)
     if moment.n_epoch != length:
-        trained = 'until a budget is used' if moment.n_epoch is None else f'{moment.n_epoch} epochs'
-        refuse([f'the run trained {length} epochs, and `fit` trains {trained}'], exact)
+        budgets = [
+            'until a budget is used' if n is None else f'{n} epochs'
+            for n in (length, moment.n_epoch)
+        ]
+        refuse([f'the run trained {budgets[0]}, and `fit` trains {budgets[1]}'], exact)
     if record is not None:
         begin = run.first if origin is None else origin.info['ba']
         refuse(record.find_other(moment.losses, range(begin, moment.ba)), exact)

@@ -79,10 +79,11 @@ class Lengths:
                 'inside the data set, which looks like the end.'
             )
         else:
-            schedules = f' Schedules stopped after batch {said}; from the next epoch on they expect {n} batches.'
+            schedules = ''
+            if learn.training and expected is not None and n > expected:
+                schedules = f' Schedules stopped after batch {expected}; from the next epoch on they expect {n} batches.'
             warn_user(
-                f'{what} gave {n} batches, and its length is {said}.{schedules if learn.training else ""} Correct its '
-                '`__len__`, or remove it.'
+                f'{what} gave {n} batches, and its length is {said}.{schedules} Correct its `__len__`, or remove it.'
             )
 
 

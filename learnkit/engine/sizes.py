@@ -52,7 +52,7 @@ def set_size_func(
 
     The first axis of the first tensor counts them, or its second axis if that has the loader's batch size or one
     entry for each of the targets, or else the targets if these have the loader's batch size. After batches with two
-    equal axes, the axis that changes counts them.
+    equal axes, the axis that has the rest of the data set in the last batch counts them.
     """
     if learn.size_func is not None or _stacks_samples(learn.dl) or learn.batch_form is None:
         return 0
@@ -65,12 +65,12 @@ def set_size_func(
         return 0
     if x.shape[:1] == x.shape[1:2]:
         return int(x.shape[0])
-    func: Callable[[Any, Any], int] | None = None
-    if square and square in x.shape[:2]:
-        if x.shape[0] == square:
-            func = count_second_axis
+    y = first_array(yb)
+    func: Callable[[Any, Any], int] | None
+    if square and is_last_batch(learn.dl, square, x) and not is_decided_by_targets(x, y):
+        func = count_second_axis if x.shape[0] == square else None
     else:
-        func = find_size_func(x, first_array(yb), expected_size(learn.dl))
+        func = find_size_func(x, y, expected_size(learn.dl))
     if func is not None:
         learn.batch_form = replace(learn.batch_form, size_func=func)
     elif not learn.parts.advice.has_checked_size:
@@ -97,15 +97,35 @@ def find_size_func(
     rows, *others = x.shape
     second = others[0] if others else None
     targets = [] if y is None else list(y.shape)
-    if targets[:1] == [rows] and targets[1:2] != [second]:
-        return None  # one target, or row of targets, for each row
-    if targets == [second] and x.ndim < 4:
-        return count_second_axis
+    if is_decided_by_targets(x, y):
+        return count_second_axis if targets == [second] and rows != second else None
     if bs is None or rows == bs:
         return None
     if second == bs:
         return count_second_axis
     return count_targets if targets[:1] == [bs] else None
+
+
+def is_decided_by_targets(
+    x: Any,  # first array of the inputs
+    y: Any,  # first array of the targets, or None
+) -> bool:
+    "Return True if there is one target, or row of targets, for each row or for each column of the inputs."
+    rows, *others = x.shape
+    second = others[0] if others else None
+    targets = [] if y is None else list(y.shape)
+    is_row = targets[:1] == [rows] and targets[1:2] != [second]
+    return is_row or (targets == [second] and x.ndim < 4)
+
+
+def is_last_batch(
+    dl: Any,
+    bs: int,  # length of the first two axes of the batches before
+    x: Any,  # first array of the inputs
+) -> bool:
+    "Return True if one axis has the batch size, and the other one the number of samples in the last batch."
+    n = n_batches(getattr(dl, 'dataset', None))
+    return bs == expected_size(dl) and n is not None and sorted(x.shape[:2]) == sorted((bs, n % bs))
 
 
 def expected_size(dl: Any) -> int | None:

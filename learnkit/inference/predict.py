@@ -580,10 +580,12 @@ def _has_positions(
     "Return True if predictions have the height and width of an input, or its time; maps may be smaller."
     if pred.ndim == x.ndim > 3:
         return True
+    if (
+        x.ndim == 3
+    ):  # predictions (samples, classes) may have as many classes as a sample has features
+        return pred.ndim == 3 and (pred.shape[:2] == x.shape[:2] or pred.shape[2] == x.shape[2])
     size = x.shape[2:]
-    if size and pred.ndim > len(size) and pred.shape[-len(size) :] == size:
-        return True
-    return x.ndim == 3 and pred.ndim == 3 and pred.shape[:2] == x.shape[:2]
+    return bool(size) and pred.ndim > len(size) and pred.shape[-len(size) :] == size
 
 
 def _check_shapes(plain: Any, augmented: Any) -> None:

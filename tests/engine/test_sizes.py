@@ -270,3 +270,28 @@ def test_a_ragged_batch_after_square_ones(is_batch_first: bool) -> None:
     with learn.added_cbs(Callback(before_batch=count)):
         learn.validate()
     assert counts == [4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize('length', [6, 3])
+def test_the_time_may_vary_after_a_square_batch(length: int) -> None:
+    "Padded sequences (B=4, T=4, F), then (4, 6, F) or (4, 3, F), with targets (4,)."
+    first, second = torch.randn(4, 4, 3), torch.randn(4, length, 3)
+    batches = [(first, torch.randn(4)), (second, torch.randn(4)), (first, torch.randn(4))]
+
+    class Loader:
+        batch_size, dataset = 4, range(12)
+
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x.mean(1))[:, 0]
+
+    learn = make_learner(Loader(), Mean())
+    learn.fit(1)
+    assert learn.time.sp == 12

@@ -217,6 +217,9 @@ def test_scores_of_whole_images_need_no_undo() -> None:
     classifier = nn.Sequential(nn.Flatten(), nn.Linear(108, 6))
     make_dense(classifier).tta(n=1, augment=flip)
     make_dense(nn.Linear(4, 4), torch.rand(6, 4)).tta(n=1, augment=flip)
+    # as many classes as each time has features
+    of_sequences = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    make_dense(of_sequences, torch.rand(6, 3, 4)).tta(n=1, augment=flip)
 
 
 def test_predictions_of_another_shape_are_refused() -> None:
