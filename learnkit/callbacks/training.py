@@ -221,8 +221,8 @@ class BnFreeze(Callback):
     frozen if it has parameters and none requires a gradient; a layer without parameters follows the
     nearest module before it in its `nn.Sequential`, or else its parent. Frozen layers are found
     before each epoch, so that layers may be frozen and unfrozen between epochs. `learn.freeze()`
-    freezes norm layers with `Learner(train_bn=False)`; otherwise they are trained. A fit that finds
-    no frozen layer warns, unless an earlier fit found some. Checkpointed: the names of the frozen
+    freezes norm layers with `Learner(train_bn=False)`; otherwise they are trained. A warning
+    follows if parameters are frozen, and no such layer is. Checkpointed: the names of the frozen
     layers.
 
     >>> BnFreeze.run_after
@@ -233,10 +233,7 @@ class BnFreeze(Callback):
 
     def __init__(self) -> None:
         self._frozen: list[nn.Module] = []
-        self._is_checked = False  # frozen layers were found, or a warning was issued
-
-    def before_fit(self) -> None:
-        self._is_checked = self._is_checked or self.learn.resumed
+        self._is_checked = False  # whether norm layers were looked for beside frozen parameters
 
     def before_train(self) -> None:
         unfrozen = self._frozen
@@ -245,12 +242,18 @@ class BnFreeze(Callback):
             m.train()
         for m in self._frozen:
             m.eval()
-        if not self._frozen and not self._is_checked:
+        self._check_found()
+
+    def _check_found(self) -> None:
+        "Warn once if parameters are frozen, and no norm layer is."
+        if self._is_checked or all(p.requires_grad for p in self.learn.model.parameters()):
+            return
+        self._is_checked = True
+        if not self._frozen:
             warn_user(
                 'BnFreeze found no frozen norm layer with running statistics. `learn.freeze()` leaves norm layers '
                 'trainable unless the Learner has `train_bn=False`.'
             )
-        self._is_checked = True
 
     def cleanup(self) -> None:
         for m in self._frozen:

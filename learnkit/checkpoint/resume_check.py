@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from learnkit.checkpoint.compare import differences, digest
+from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
 from learnkit.core.errors import CancelFitException, FitError

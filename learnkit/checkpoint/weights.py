@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.dcp import load_parts
+from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.optimizer_state import decode_optimizer

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.compare import digest as digest_plain
+from learnkit.checkpoint.digest import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.random import capture_rng
 from learnkit.engine.dispatch import Entry, HandlerTable

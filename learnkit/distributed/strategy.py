@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.digest import digest
 from learnkit.core.batch import count_samples, find_bs, size_func_of, slice_batch, tensors_in
 from learnkit.core.device import find_used_accelerator
 from learnkit.core.errors import DistributedError

@@ -81,7 +81,7 @@ class Lengths:
         else:
             schedules = ''
             if learn.training and expected is not None and n > expected:
-                schedules = f' Schedules stopped after batch {expected}; from the next epoch on they expect {n} batches.'
+                schedules = f' Schedules stopped after batch {expected}; the next epoch expects {n} batches.'
             warn_user(
                 f'{what} gave {n} batches, and its length is {said}.{schedules} Correct its `__len__`, or remove it.'
             )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.checkpoint.compare import differences, digest
-from learnkit.checkpoint.digest import learn_digest, learn_state
+from learnkit.checkpoint.compare import learn_digest, learn_state
+from learnkit.checkpoint.digest import differences, digest
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.learner import Learner
 from learnkit.optim.optimizers import SGD

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from learnkit.callbacks.checkpoint import Checkpoint
-from learnkit.checkpoint.compare import differences, digest
+from learnkit.checkpoint.digest import differences, digest
 from learnkit.core.errors import LearnkitError
 from learnkit.core.plain import to_plain
 from learnkit.core.time import Time

@@ -21,7 +21,7 @@ from learnkit import (
     TensorLoader,
     accuracy,
 )
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner

@@ -29,7 +29,7 @@ from learnkit import (
 from learnkit.callbacks import Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint import host
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries, load_state
 from learnkit.metrics import mae
 

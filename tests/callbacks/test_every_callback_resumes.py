@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from learnkit import Callback, Learner
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.core.errors import CancelFitException
 from learnkit.engine.callback_state import load_callback_states
 from learnkit.engine.resume import checkpoint_point

@@ -19,7 +19,7 @@ from learnkit.callbacks.model_summary import (
     num_features_model,
     summary,
 )
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import ModelError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.testing import RegModel, synth_learner

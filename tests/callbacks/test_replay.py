@@ -21,7 +21,7 @@ from learnkit import (
     MixUp,
     Replay,
 )
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import FitError, LossError
 from tests.helpers.comparing import same
 

@@ -215,6 +215,7 @@ def test_bn_freeze_after_freeze(train_bn: bool) -> None:
         learn.fit(1)
     learn.unfreeze()
     learn.fit(1)  # warns of nothing
+    quiet(BnFreeze, model=split_net(), n_train=1).fit(1)  # no parameter is frozen
     own, plain = model[0][1], model[0][2]
     # the layer without parameters follows the norm before it
     n = 6 if train_bn else 3

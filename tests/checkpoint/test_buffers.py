@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner, WeightsError
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from tests.helpers.resuming import scramble
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))

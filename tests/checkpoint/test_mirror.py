@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from learnkit import Callback, Checkpoint, CheckpointError, Learner, MissingExtraError, OptionError
 from learnkit.checkpoint import mirror as module
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import find
 from learnkit.checkpoint.mirror import Mirror
 from learnkit.testing import synth_learner

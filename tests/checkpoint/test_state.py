@@ -19,7 +19,7 @@ from learnkit import (
 )
 from learnkit.callbacks import Checkpoint, EarlyStoppingCallback
 from learnkit.checkpoint import folder
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import CheckpointError
 from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop

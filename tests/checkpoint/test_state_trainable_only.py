@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner, OptionError, WeightsError
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
 from tests.helpers.ranks import run_ranks
 

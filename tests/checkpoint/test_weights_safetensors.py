@@ -12,7 +12,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import OptionError, WeightsError
 from tests.helpers.comparing import same
 

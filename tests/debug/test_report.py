@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, OptionError, TensorLoader, accuracy
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.core.random import capture_rng
 from tests.helpers.ranks import run_ranks
 

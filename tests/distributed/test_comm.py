@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit.checkpoint.compare import WALL_CLOCK, differences
+from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import DistributedError

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from learnkit import SGD, Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
 

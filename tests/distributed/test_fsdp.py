@@ -18,8 +18,8 @@ from learnkit import (
     OptimizerMonitor,
 )
 from learnkit.callbacks.training import ChannelsLast, GradientValueClip
-from learnkit.checkpoint.compare import digest
-from learnkit.checkpoint.digest import learn_state
+from learnkit.checkpoint.compare import learn_state
+from learnkit.checkpoint.digest import digest
 from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.fsdp import check_can_be_sharded, find_units

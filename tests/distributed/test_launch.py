@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from learnkit import EMA, SGD, Callback, Learner, mae
-from learnkit.checkpoint.compare import differences
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
+from learnkit.checkpoint.digest import differences
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.distributed.launch import environment
 from learnkit.testing import synth_learner

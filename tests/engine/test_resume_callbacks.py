@@ -9,7 +9,7 @@ import pytest
 
 from learnkit import EMA, Callback, GradientAccumulation, Learner
 from learnkit.callbacks import BnFreeze, Checkpoint, FixedStopper, LoadWeights, SaveModelCallback
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.core.errors import WeightsError
 from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place, through_a_file, train_without_stop

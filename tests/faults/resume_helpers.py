@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from learnkit import EMA, Callback, Checkpoint, DataLoaders, Learner, accuracy
 from learnkit.callbacks import ParamScheduler
 from learnkit.callbacks.schedule import combined_cos
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
 from tests.helpers.harness import run_until_done
 

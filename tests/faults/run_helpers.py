@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import Checkpoint
-from learnkit.checkpoint.compare import differences, digest
+from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.folder import entries, load_state
 from tests.faults.fault_helpers import BS, N_TRAIN, N_VALID, make_learner
 from tests.helpers.forks import reached, start

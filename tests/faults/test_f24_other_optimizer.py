@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from learnkit import Callback, LearnkitError, OptimWrapper, WeightsError
-from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.folder import load_state
 from tests.faults.fault_helpers import make_learner
 from tests.faults.run_helpers import checkpointed, content, names, quiet

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from learnkit import EMA, SGD, Callback, GradientAccumulation
-from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.folder import load_state
 from tests.faults.run_helpers import checkpointed, make_learner, names, quiet
 

@@ -14,7 +14,7 @@ import pytest
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
-from learnkit.checkpoint.compare import WALL_CLOCK, differences
+from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import MissingExtraError, OptionError
 from tests.faults.run_helpers import Reach, State

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import EMA, Callback, Checkpoint, DataLoaders, Learner
 from learnkit.callbacks import GradientAccumulation
 from learnkit.checkpoint import folder
-from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.state import collect_state
 from learnkit.core.errors import CancelFitException, CheckpointError, LearnkitError
 from learnkit.core.random import seed_all

@@ -105,7 +105,6 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
-        self.frozen_norm = nn.BatchNorm2d(4).requires_grad_(False)  # `BnFreeze` warns without one
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(4 * 36, 3)
         self.returns_activations = returns_activations
@@ -116,7 +115,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         "Return scores [B, 3], with raw and dropped-out activations like fastai's recurrent models if requested."
-        raw = self.frozen_norm(self.norm(self.conv(x))).relu()
+        raw = self.norm(self.conv(x)).relu()
         dropped = self.drop(raw)
         out = self.head(dropped.flatten(1))
         return (out, [raw.flatten(2)], [dropped.flatten(2)]) if self.returns_activations else out

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from learnkit import Callback, Learner
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 
 State = dict[str, Any]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import SGD, Callback, Checkpoint, DataLoaders, Learner
-from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.digest import digest
 
 N, BS, EPOCHS = 64, 8, 3
 BATCHES = EPOCHS * N // BS

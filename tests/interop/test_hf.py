@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from learnkit import Callback, Checkpoint, DataLoaders, GradientAccumulation, Learner
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.data.evaluator import Evaluator
 from learnkit.interop import from_hf

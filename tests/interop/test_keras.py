@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from learnkit import SGD, Callback, Checkpoint, DataLoaders, Learner
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.interop import from_keras
 from learnkit.metrics import ValueMetric, mae

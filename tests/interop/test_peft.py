@@ -11,7 +11,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Checkpoint, DataLoaders, Learner, WeightsError
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
 from tests.helpers.libraries import require
 

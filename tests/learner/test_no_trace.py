@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from learnkit import Callback, DataLoaders, Learner, Replay
 from learnkit.callbacks import EMA
 from learnkit.callbacks.model_summary import layer_info
-from learnkit.checkpoint.compare import WALL_CLOCK, differences
-from learnkit.checkpoint.digest import learn_state
+from learnkit.checkpoint.compare import learn_state
+from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.debug.samples import measure_samples
 from learnkit.metrics import accuracy

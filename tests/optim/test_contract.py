@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from learnkit import Checkpoint, Learner, OptionError
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
 from learnkit.core.errors import CheckpointError, OptimizerError, WeightsError
 from learnkit.distributed.compare import list_optimizer_tensors

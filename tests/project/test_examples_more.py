@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from learnkit import Callback, Checkpoint, Learner
-from learnkit.checkpoint.compare import differences
+from learnkit.checkpoint.digest import differences
 from tests.helpers.forks import start
 from tests.helpers.libraries import require
 

@@ -18,7 +18,7 @@ from learnkit import (
     OptimWrapper,
     TrainEvalCallback,
 )
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.optim.hyperparams import params
 
 LR = 0.1
