@@ -211,7 +211,7 @@ def _read_comparable(learn: Learner, run: RecordedRun) -> Record | None:
     ranks = run.info['ranks']
     if ranks != learn.world.size:
         warn_user(
-            f'The run had {ranks} processes, this one has {learn.world.size}: numbers are equal up to rounding, and '
+            f'The run was of {ranks} processes, this is {learn.world.size}: numbers are equal up to rounding, and '
             'are not compared.'
         )
     return run.read_record() if ranks == learn.world.size == 1 else None
