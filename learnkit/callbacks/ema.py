@@ -131,17 +131,17 @@ class EMA(Callback):
         self._raw = self._use_depth = None
         self.restart()
 
-    def _is_of_other_model(self) -> bool:
-        "Return True if the average has no tensor of the current model; a loaded one has no owners yet."
+    def _discard_other_model(self) -> None:
+        "Restart if the average has no tensor of the current model; a loaded average has no owners yet."
         modules = dict(self.learn.model.named_modules())
         owners = [(name.rpartition('.')[0], owner) for name, owner in self._owners.items()]
-        return bool(owners) and not any(modules.get(path) is owner for path, owner in owners)
+        if owners and not any(modules.get(path) is owner for path, owner in owners):
+            self.restart()
 
     def before_train(self) -> None:
         self._opt_steps = self.learn.opt.n_steps
         self._restore_weights()
-        if self._is_of_other_model():
-            self.restart()
+        self._discard_other_model()
         if self._averages:
             self._link()
         elif self.learn.time >= self.start and not has_lazy_tensors(self.learn.model):
@@ -153,9 +153,8 @@ class EMA(Callback):
     def after_step(self) -> None:
         if self.learn.opt.n_steps == self._opt_steps:
             return  # the step was skipped
-        self._opt_steps = (
-            self.learn.opt.n_steps
-        )  # a callback may cancel the next step before `before_step`
+        # a callback may cancel the next step before `before_step`
+        self._opt_steps = self.learn.opt.n_steps
         self._n_steps += 1
         if not self._averages:
             if self.learn.time >= self.start:
@@ -180,8 +179,7 @@ class EMA(Callback):
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
         model = self.learn.model
-        if self._is_of_other_model():
-            self._n_steps = self._n_updates = 0
+        self._discard_other_model()
         if not self._owners:
             check_averages(self._averages, model)
         known = self._owners or dict.fromkeys(self._averages)
@@ -205,8 +203,7 @@ class EMA(Callback):
     def before_validate(self) -> None:
         if self._raw is not None:
             return
-        if self._is_of_other_model():
-            self.restart()
+        self._discard_other_model()
         if self.has_begun:
             self._use(self.learn.run.depth)
 

@@ -356,7 +356,8 @@ def _split_hidden(
     return parts, slots
 
 
-def is_matrix(p: nn.Parameter) -> bool:
+def _is_matrix(p: nn.Parameter) -> bool:
+    "Return True for a floating-point parameter of two dimensions."
     return p.ndim == 2 and p.is_floating_point()
 
 
@@ -374,7 +375,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     own: list[nn.Parameter] = []
     for m in model.modules():
         named = m.named_parameters(recurse=False)
-        matrices = [p for name, p in named if is_matrix(p) and not is_bias(name)]
+        matrices = [p for name, p in named if _is_matrix(p) and not is_bias(name)]
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             embedded.update(matrices)
         elif matrices and not isinstance(m, NORMS):
