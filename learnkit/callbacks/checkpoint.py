@@ -42,7 +42,6 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.core.watched import as_number, can_be_best
-from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import Every
@@ -362,9 +361,7 @@ class Checkpoint(Callback):
         lost = find_lost(before, take_inventory(self.learn))
         if lost:
             warn_user('\n  '.join([SUMMARY, *lost]))
-        is_order_restored = not any(map(belongs_to_sampler, lost))
-        describe = self.learn.parts.passes.describe_lost_state
-        of_data = describe(self.learn, point == 'batch', is_order_restored)
+        of_data = self.learn.parts.passes.describe_lost_state(self.learn, point == 'batch')
         for text in of_data:
             warn_user(text)
         self._lost = [*lost, *of_data]

@@ -144,3 +144,23 @@ def clone_view(t: Tensor) -> Tensor:
     ):
         return t
     return t.clone()
+
+
+def own_attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in its `__dict__` and in slots.
+
+    >>> class Point: __slots__ = ('x', 'y')
+    >>> point = Point()
+    >>> point.x = 1
+    >>> own_attributes(point)
+    {'x': 1}
+    """
+    names = [slot for kind in type(owner).__mro__ for slot in _list_slots(kind)]
+    slots = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+    return {**slots, **getattr(owner, '__dict__', {})}
+
+
+def _list_slots(kind: type) -> list[str]:
+    slots = vars(kind).get('__slots__', ())
+    names = [slots] if isinstance(slots, str) else slots
+    return [name for name in names if not name.startswith('__')]

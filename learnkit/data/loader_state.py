@@ -20,9 +20,8 @@ from learnkit.data.dataloaders import TensorLoader
 
 State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribute path
 
-_NUMBERS = (int, float, bool, NoneType)
+NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
-_DEEPEST = 3
 # numbers of an owner as they were first seen, by the owner's id
 _first_numbers: dict[int, dict[str, Any]] = {}
 
@@ -98,18 +97,15 @@ def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     "Yield (attribute path, object) of a loader, its samplers and its data sets, each once."
     found = [('', dl)]
     seen = {id(dl)}
-    for _ in range(_DEEPEST):
-        inner = []
-        for path, owner in found:
-            # a loader's own state includes its epoch and its counts
-            if path or not hasattr(type(owner), 'load_state_dict'):
-                yield path, owner
-            for name, value in getattr(owner, '__dict__', {}).items():
-                is_part = name in _PARTS or isinstance(value, Sampler)
-                if is_part and id(value) not in seen:
-                    seen.add(id(value))
-                    inner.append((f'{path}.{name}'.removeprefix('.'), value))
-        found = inner
+    for path, owner in found:  # grows during the loop
+        # a loader's own state includes its epoch and its counts
+        if path or not hasattr(type(owner), 'load_state_dict'):
+            yield path, owner
+        for name, value in getattr(owner, '__dict__', {}).items():
+            is_part = name in _PARTS or isinstance(value, Sampler)
+            if is_part and id(value) not in seen:
+                seen.add(id(value))
+                found.append((f'{path}.{name}'.removeprefix('.'), value))
 
 
 def _counts(owner: Any) -> bool:
@@ -122,7 +118,7 @@ def _is_own(owner: Any) -> bool:
 
 def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     "Return the attributes that are numbers, as this process first saw them and as they are now, without `epoch`."
-    present = {k: v for k, v in vars(owner).items() if type(v) in _NUMBERS and k != 'epoch'}
+    present = {k: v for k, v in vars(owner).items() if type(v) in NUMBERS and k != 'epoch'}
     key = id(owner)
     if key not in _first_numbers:
         with suppress(TypeError):  # an object of a class with `__slots__`

@@ -22,13 +22,12 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
 from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
-from learnkit.data.loader_state import capture_loader_state, find_own_parts, restore_loader_state
+from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
@@ -180,9 +179,8 @@ class LoaderPosition:
     def describe_lost_state(
         self,
         n_drawn: int,  # batches of this epoch drawn so far
-        is_order_restored: bool,  # the samplers' attributes are as at the fit's start, or restored
     ) -> list[str]:
-        "Return why a run resumed here would draw other random numbers or samples, as far as that can be found."
+        "Return why a run resumed here would draw other random numbers or samples, by the options of its loader."
         dl = self.dl
         if self.start is None or not n_drawn or not _has_index_lists(dl):
             return []
@@ -196,20 +194,6 @@ class LoaderPosition:
             lost.append(
                 'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
                 'random samples will differ after a resume. Exact: persistent_workers=False.'
-            )
-        parts = find_own_parts(_unshard(dl))
-        kinds = {type(part).__name__ for path, part in parts if belongs_to_sampler(path)}
-        if not kinds or not is_order_restored:
-            return lost
-        with _preserved(dl):
-            drawn, drawn_again = (
-                list(islice(self._restart_index_lists(), n_drawn)) for _ in range(2)
-            )
-        if not are_equal(drawn, drawn_again, others=True):
-            lost.append(
-                f'The sampler of the training loader ({", ".join(sorted(kinds))}) gives other indices when the order '
-                'of an epoch is drawn again: a resumed run will train on other batches. Let it keep its '
-                'counts as numbers, and its random generators, in attributes.'
             )
         return lost
 

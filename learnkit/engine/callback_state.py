@@ -30,7 +30,7 @@ from learnkit.core.errors import (
     did_you_mean,
 )
 from learnkit.core.model import model_device
-from learnkit.core.plain import ATOMS, as_plain, is_dense, to_plain
+from learnkit.core.plain import ATOMS, as_plain, is_dense, own_attributes, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
@@ -195,6 +195,17 @@ def lost_attributes(cb: Any) -> dict[str, Any]:
     return _split_attributes(cb)[1]
 
 
+def unsaved_attributes(cb: Any) -> dict[str, Any]:
+    "Return the attributes of a callback that are not data, whose state holds at most their generators."
+    encoded = _split_attributes(cb)[0]
+    kinds = {k: v.get(_KIND) for k, v in encoded.items() if isinstance(v, Mapping)}
+    return {
+        name: value
+        for name, value in _list_attributes(cb).items()
+        if name not in encoded or kinds.get(name) == _GENERATORS
+    }
+
+
 def _split_attributes(cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     "Return the encoded attributes, and those that are lost."
     encoded, lost = {}, {}
@@ -207,24 +218,24 @@ def _split_attributes(cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 encoded[name] = {_KIND: _OWN_CLASS, 'of': _encode_own_class(value)}
             elif not _is_recreated(value) and not _shares_weights(value, cb):
                 lost[name] = value
-    deleted = sorted(set(vars(cb).get(_NAMES_KEY, ())) - set(vars(cb)))
+    deleted = sorted(set(vars(cb).get(_NAMES_KEY, ())) - set(own_attributes(cb)))
     return encoded | ({_DELETED: deleted} if deleted else {}), lost
 
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
     "Restore attributes that `collect_attributes` returned, without calling the callback's `__setattr__`."
-    own = vars(cb)
     for name, value in attributes.items():
         kind = value.get(_KIND) if isinstance(value, Mapping) else None
+        present = own_attributes(cb)
         if name == _DELETED:
-            for deleted in value:
-                own.pop(deleted, None)
+            for deleted in present.keys() & set(value):
+                object.__delattr__(cb, deleted)
         elif kind == _GENERATORS:
-            restore_own([own.get(name)], value['of'])
+            restore_own([present.get(name)], value['of'])
         elif kind == _OWN_CLASS:
-            own[name] = _decode_own_class(value['of'], own.get(name))
+            object.__setattr__(cb, name, _decode_own_class(value['of'], present.get(name)))
         else:
-            own[name] = decode(value, cb)
+            object.__setattr__(cb, name, decode(value, cb))
 
 
 def note_attributes(cb: Any) -> None:
@@ -247,7 +258,7 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
 
 def _list_attributes(cb: Any) -> dict[str, Any]:
     "Return the attributes that a callback has by itself, not by a class of this package with a state."
-    own = vars(cb)
+    own = own_attributes(cb)
     by_base = own.get(SET_BY_BASE, ()) if _inherits_state(cb) else ()
     return {k: v for k, v in own.items() if k not in _NOT_STATE and k not in by_base}
 

@@ -278,7 +278,6 @@ class TrainingPasses(Source):
         self,
         learn: Learner,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
-        is_order_restored: bool,  # the samplers' attributes are as at the fit's start, or restored
     ) -> list[str]:
         "Return what a checkpoint cannot hold of the current pass."
         if self.stream is not None:
@@ -287,7 +286,7 @@ class TrainingPasses(Source):
             position, n = self.position, learn.iter + 1 if within_epoch else self.n_drawn
         else:
             return []
-        return position.describe_lost_state(n, is_order_restored)
+        return position.describe_lost_state(n)
 
 
 class Stream(Iterator[Any]):

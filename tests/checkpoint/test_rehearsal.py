@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from learnkit import EMA, Adam, Callback, Checkpoint, DataLoaders, GradientClip, Learner
-from learnkit.checkpoint.rehearsal import fingerprint
+from learnkit.checkpoint.fingerprint import Fingerprints
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import quiet
 
@@ -240,15 +240,15 @@ def test_the_option_leaves_it_out(tmp_path: Path) -> None:
 def test_fingerprints_see_changes_in_place() -> None:
     values = [[1, 2], {'a': torch.zeros(2)}, {3}, Noise(True), nn.Linear(1, 1), iter([1, 2])]
     for value in values:
-        assert fingerprint(value) == fingerprint(value)
-    before = [fingerprint(value) for value in values]
+        assert Fingerprints().mark(value) == Fingerprints().mark(value)
+    before = [Fingerprints().mark(value) for value in values]
     values[0].append(3)  # type: ignore[attr-defined]
     values[1]['a'] += 1  # type: ignore[index]
     values[2].add(4)  # type: ignore[attr-defined]
     values[3].n[0] = 9  # type: ignore[attr-defined]
     values[4].weight.data += 1  # type: ignore[attr-defined]
     next(values[5])  # type: ignore[call-overload]
-    changed = [fingerprint(value) != old for value, old in zip(values, before, strict=True)]
+    changed = [Fingerprints().mark(value) != old for value, old in zip(values, before, strict=True)]
     assert changed == [True] * 4 + [False, True]  # `.data` has a version of its own
 
 

@@ -160,7 +160,7 @@ def test_persistent_workers_with_random_samples() -> None:
     assert passes_after_resume(make, checkpoints[0][3]) == [passes[0][3:], passes[1]]
     position = LoaderPosition(make(1))
     position.begin()
-    (lost,) = position.describe_lost_state(3, True)
+    (lost,) = position.describe_lost_state(3)
     assert 'persistent_workers=False' in lost
 
 
