@@ -141,8 +141,7 @@ def _list_module(module: nn.Module, root: str, held: Held) -> Inventory:
             for name, value in own_attributes(m).items():
                 if state_setter(value) is not None:
                     found[f'{place}.{name}'] = '', 'make the generator in `__init__`'
-                elif name not in MODULE_INTERNALS and name != 'forward':
-                    # a callback that replaces `forward` does so in each fit
+                elif name not in MODULE_INTERNALS:
                     found[f'{place}.{name}'] = Fingerprints(held).mark(value), _IN_MODULE
     return found
 

@@ -155,9 +155,10 @@ def _load_state(cb: Any, state: Any) -> None:
 
 
 def has_own_state(cb: Any) -> bool:
-    "Return True if the callback's class defines `state_dict`, or comes from this package."
+    "Return True if the callback's class defines `state_dict`, or is one of this package."
     state_dict = getattr(type(cb), 'state_dict', None)
-    return _is_from_learnkit(type(cb)) or state_dict not in (None, Callback.state_dict)
+    is_own = _is_from_learnkit(type(cb)) and type(cb) is not Callback  # made of functions
+    return is_own or state_dict not in (None, Callback.state_dict)
 
 
 def keeps_attributes(cb: Any) -> bool:
