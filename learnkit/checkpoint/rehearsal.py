@@ -9,6 +9,7 @@ looked at."""
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
@@ -181,7 +182,8 @@ def _list_data(dl: Any, held: Held) -> Inventory:
             found |= _list_class(type(owner), _IN_DATA, held)
             for name, value in own_attributes(owner).items():
                 is_restored = id(owner) in counted and type(value) in NUMBERS
-                if not is_restored and name not in _LOADER_NAMES:
+                is_cache = isinstance(getattr(type(owner), name, None), cached_property)
+                if not is_restored and not is_cache and name not in _LOADER_NAMES:
                     found[f'{place}.{name}'] = _mark_of_data(value, held), _IN_DATA
     return found
 

@@ -57,7 +57,12 @@ from learnkit.distributed.dtensor import (
     gather_full_state,
 )
 from learnkit.engine.callback import declared
-from learnkit.engine.callback_state import collect_nondeterministic_state
+from learnkit.engine.callback_state import (
+    callback_names,
+    collect_nondeterministic_state,
+    load_states,
+    warn_of_changed_callbacks,
+)
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import (
     SAVE_POINTS,
@@ -122,6 +127,7 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         'rng': capture_rng(),
         'position': learn.parts.passes.state_dict(learn, within_epoch) if point else None,
         'callbacks': learn.callback_states(),
+        'callback_names': callback_names(learn),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
     full_state: dict[str, Any] = learn.parts.strategy.add_own_state(learn, state)
@@ -415,7 +421,7 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     restore_loose_buffers(learn.loss_func, state.get('loss_buffers', {}))
     _restore_flags(learn, state)
     _restore_counters(learn, resume.loop)
-    learn.load_callback_states(copy_to_host(state['callbacks']))
+    _load_callbacks(learn, resume)
     if resume.path is not None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])
@@ -432,6 +438,17 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
         'callbacks': {},
         'grads': {},
     }
+
+
+def _load_callbacks(learn: Learner, resume: ResumeState) -> None:
+    "Load the callbacks' states; warn once of callbacks that were added or removed."
+    states = copy_to_host(resume.state['callbacks'])
+    names = resume.state['callback_names']
+    if names is None:
+        learn.load_callback_states(states)
+        return
+    warn_of_changed_callbacks(learn, names)
+    load_states(learn, states)
 
 
 def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:

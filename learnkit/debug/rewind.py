@@ -278,7 +278,8 @@ def _read_checkpoint(
     assert resume is not None  # the file was there
     callbacks = resume.state['callbacks']
     needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
-    resume.state = {**resume.state, 'callbacks': needed}
+    # a moment compares the names itself, and adds callbacks
+    resume.state = {**resume.state, 'callbacks': needed, 'callback_names': None}
     resume.is_owner = False  # a moment keeps the state, too
     return resume, callbacks
 

@@ -32,6 +32,7 @@ from learnkit.core.errors import (
 from learnkit.core.model import model_device
 from learnkit.core.plain import ATOMS, as_plain, is_dense, own_attributes, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
+from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
 if TYPE_CHECKING:
@@ -80,6 +81,44 @@ def callback_states(learn: Learner) -> dict[str, Any]:
     return states
 
 
+def callback_names(learn: Learner) -> dict[str, str]:
+    """Return the class of every callback by its key; for a callback that is made of functions, also their names.
+
+    Callbacks that run in the first process only (loggers, progress bars) cannot change the training and are left out,
+    as are the callbacks of the process group.
+    """
+    keys = learn.parts.callbacks.keys
+    return {
+        keys[id(cb)]: repr(cb) if type(cb) is Callback else type(cb).__name__
+        for cb in learn.cbs
+        if not declared(cb, 'first_process_only') and declared(cb, 'needed_to_rewind', True)
+    }
+
+
+def warn_of_changed_callbacks(
+    learn: Learner,
+    saved: Mapping[str, str],  # result of `callback_names` in the run of the checkpoint
+) -> None:
+    "Warn of the callbacks that were added or removed since a checkpoint."
+    now = callback_names(learn)
+    ways = {'added': _subtract(now, saved), 'removed': _subtract(saved, now)}
+    changes = [f'{way} {", ".join(names)}' for way, names in ways.items() if names]
+    if changes:
+        warn_user(
+            f'The callbacks are not those of the checkpoint: {"; ".join(changes)}. A callback that was added starts '
+            'without a state, and the state of one that was removed is ignored.'
+        )
+
+
+def _subtract(names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    "Return the keys, with their classes, that the others lack or that belong to other functions there."
+    return [
+        f'`{key}` ({name})'
+        for key, name in names.items()
+        if key not in others or (name != others[key] and Callback.__name__ + '(' in name)
+    ]
+
+
 def load_callback_states(
     learn: Learner,
     states: Mapping[str, Any],  # states by the callbacks' keys, from `callback_states`
@@ -103,7 +142,13 @@ def load_callback_states(
         warn(
             f'There is no state for the callback `{key}` ({name}): it stays as it is.', stacklevel=3
         )
-    for key, cb in keys.items():
+    load_states(learn, states)
+
+
+def load_states(learn: Learner, states: Mapping[str, Any]) -> None:
+    "Load each state into its callback, without a warning of what is missing."
+    for cb in learn.cbs:
+        key = learn.parts.callbacks.keys[id(cb)]
         try:
             _load_state(cb, states.get(key))
         except Exception as e:

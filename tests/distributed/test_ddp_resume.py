@@ -73,7 +73,7 @@ def train(
 
     def job(rank: int) -> dict[str, Any]:
         torch.manual_seed(rank + 5 if resume else 1)
-        warnings.filterwarnings('ignore', message='There is a state for a callback `break`')
+        warnings.filterwarnings('ignore', message='The callbacks are not those')
         more = [Break(broken_off)] if broken_off else []
         learn = make(path, cbs=[make_cb() for make_cb in cbs], **options)
         learn.model.noise = torch.Generator().manual_seed(rank)

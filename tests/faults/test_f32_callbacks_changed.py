@@ -9,8 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import EMA, Callback, MixUp
-from learnkit.callbacks import EarlyStoppingCallback
+from learnkit import EMA, Callback, MixUp, ProgressCallback, SchedLin
+from learnkit.callbacks import (
+    SAM,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    MixedPrecision,
+    ParamScheduler,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    TerminateOnNaNCallback,
+)
+from learnkit.interop import from_keras
+from learnkit.loggers import CSVLogger
 from tests.faults.run_helpers import checkpointed, names, same
 
 
@@ -69,26 +81,28 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
     return learn, [str(w.message) for w in caught]
 
 
+def changes(*texts: str) -> list[str]:
+    return [
+        f'The callbacks are not those of the checkpoint: {text}. A callback that was added starts without a state, '
+        'and the state of one that was removed is ignored.'
+        for text in texts
+    ]
+
+
 def test_one_was_added(tmp_path: Path) -> None:
     _, warnings_seen = resumed(saved(tmp_path)[0], counter := Counter())
-    expected = ['There is no state for the callback `counter` (Counter): it stays as it is.']
-    assert warnings_seen == expected
+    assert warnings_seen == changes('added `counter` (Counter)')
     assert counter.seen == 2, 'the batches that came after'
 
 
 def test_one_was_removed(tmp_path: Path) -> None:
     _, warnings_seen = resumed(saved(tmp_path, Counter)[0])
-    assert len(warnings_seen) == 1 and warnings_seen[0].startswith(
-        'There is a state for a callback `counter`, and no such callback.'
-    )
+    assert warnings_seen == changes('removed `counter` (Counter)')
 
 
 def test_one_was_renamed(tmp_path: Path) -> None:
     _, warnings_seen = resumed(saved(tmp_path, Counter)[0], tally := Tally())
-    assert sorted(t[:46] for t in warnings_seen) == [
-        'There is a state for a callback `counter`, and',
-        'There is no state for the callback `tally` (Ta',
-    ]
+    assert warnings_seen == changes('added `tally` (Tally); removed `counter` (Counter)')
     assert tally.seen == 2
     _, warnings_seen = resumed(saved(tmp_path / 'named', Counter)[0], named := Named())
     assert not warnings_seen and named.seen == 6, 'a key keeps the state'
@@ -97,9 +111,98 @@ def test_one_was_renamed(tmp_path: Path) -> None:
 def test_one_was_duplicated(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
     _, warnings_seen = resumed(saved(tmp_path, Counter)[0], first, second)
-    expected = ['There is no state for the callback `counter_2` (Counter): it stays as it is.']
-    assert warnings_seen == expected
+    assert warnings_seen == changes('added `counter_2` (Counter)')
     assert (first.seen, second.seen) == (6, 2)
+
+
+class Plain(Callback):
+    "Keeps plain attributes."
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def after_batch(self) -> None:
+        self.n += 1
+
+
+class Bare(Callback):
+    "Keeps nothing."
+
+    def after_loss(self) -> None:
+        self.learn.loss_grad = self.learn.loss_grad * 1
+
+
+class Twice(Bare):
+    "The same."
+
+
+def greet(cb: Any) -> None:
+    pass
+
+
+def wave(cb: Any) -> None:
+    pass
+
+
+def keras_like() -> Any:
+    class Ends:
+        params: Any = None
+        model: Any = None
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            pass
+
+    return Ends()
+
+
+KINDS: dict[str, Any] = {
+    'plain': Plain,
+    'bare': Bare,
+    'twice': Twice,
+    'function': lambda: Callback(before_fit=greet),
+    'lambda': lambda: Callback(before_fit=lambda cb: None),
+    'two functions': lambda: Callback(before_fit=greet, after_fit=wave),
+    'mixup': lambda: MixUp(0.4),
+    'sam': lambda: SAM(),
+    'ema': lambda: EMA(0.9),
+    'clip': lambda: GradientClip(1.0),
+    'accumulation': lambda: GradientAccumulation(2),
+    'precision': lambda: MixedPrecision('bf16'),
+    'early stopping': lambda: EarlyStoppingCallback(patience=9),
+    'best': lambda: SaveModelCallback(),
+    'reduce': lambda: ReduceLROnPlateau(patience=9),
+    'nan': lambda: TerminateOnNaNCallback(),
+    'scheduler': lambda: ParamScheduler({'lr': SchedLin(0.1, 0.01)}),
+    'keras': lambda: from_keras(keras_like()),
+}
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_kind_is_named_when_it_is_added_or_removed(kind: str, tmp_path: Path) -> None:
+    key = learn_key(KINDS[kind]())
+    _, warnings_seen = resumed(saved(tmp_path / 'without')[0], KINDS[kind]())
+    assert len(warnings_seen) == 1 and f'added `{key}`' in warnings_seen[0]
+    path, _ = saved(tmp_path / 'with', KINDS[kind]())
+    assert resumed(path, KINDS[kind]())[1] == []
+    _, warnings_seen = resumed(path)
+    assert len(warnings_seen) == 1 and f'removed `{key}`' in warnings_seen[0]
+
+
+def learn_key(cb: Any) -> str:
+    return getattr(cb, 'state_key', None) or cb.name
+
+
+def test_other_functions_are_named(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, Callback(before_fit=greet))
+    _, warnings_seen = resumed(path, Callback(before_fit=wave))
+    expected = 'added `callback` (Callback(before_fit=wave)); removed `callback` (Callback(before_fit=greet))'
+    assert warnings_seen == changes(expected)
+
+
+def test_loggers_and_bars_are_not_compared(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, CSVLogger())
+    assert resumed(path)[1] == []
+    assert resumed(path, CSVLogger(), ProgressCallback())[1] == []
 
 
 def test_others_were_reordered(tmp_path: Path) -> None:
