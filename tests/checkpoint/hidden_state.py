@@ -8,6 +8,7 @@ import io
 import itertools
 import random
 import re
+import tempfile
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -96,7 +97,15 @@ def make(
     train = DataLoader(Rows() if rows is None else rows, **options) if loader is None else loader
     dls = DataLoaders(train, DataLoader(Rows(), BS), device='cpu')
     learn = quiet(
-        Learner(dls, Shift() if model is None else model, loss, opt_func, lr=0.05, cbs=[*cbs], path=folder)
+        Learner(
+            dls,
+            Shift() if model is None else model,
+            loss,
+            opt_func,
+            lr=0.05,
+            cbs=[*cbs],
+            path=folder,
+        )
     )
     if set_up is not None:
         set_up(learn)
@@ -204,8 +213,6 @@ def frame() -> Any:
 
 
 def text_file() -> Any:
-    import tempfile
-
     file = tempfile.TemporaryFile('w+')  # noqa: SIM115
     file.write(''.join(f'{i}\n' for i in range(100)))
     file.seek(0)
@@ -586,7 +593,9 @@ class SecondOptimizer(Weigh):
 
 class Scheduler(Callback):
     def before_fit(self) -> None:
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.opt.optimizers[''], lambda n: 1 / (1 + n))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.opt.optimizers[''], lambda n: 1 / (1 + n)
+        )
 
     def after_batch(self) -> None:
         if self.training:
@@ -904,6 +913,67 @@ class ReadsValidation(Weigh):
         return self.dls.valid.dataset.n + 1
 
 
+class PrivateOnLearner(Weigh):
+    def weigh(self) -> int:
+        self.learn._n_weighed = vars(self.learn).get('_n_weighed', 0) + 1
+        return self.learn._n_weighed
+
+
+def tensor_in_hook() -> dict[str, Any]:
+    model, kept = Shift(), [torch.zeros(1)]
+
+    def add(m: Any, x: Any, out: Tensor) -> Tensor:
+        kept[0] = kept[0] + 1
+        return out + kept[0] % 5 / 9
+
+    model.layer.register_forward_hook(add)
+    return {'model': model}
+
+
+def on_inner_class() -> dict[str, Any]:
+    kind = type('Inner', (), {'n': 0, '__call__': lambda self, x: count_on(kind) % 5})
+    return {'rows': Rows(kind())}
+
+
+class LoaderWithState:
+    "Leave a count out of its state."
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __len__(self) -> int:
+        return N // BS
+
+    def __iter__(self) -> Iterator[Any]:
+        self.n += 1
+        for ids in torch.arange(N).split(BS):
+            yield X[ids] + self.n, 2 * X[ids]
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, sd: Any) -> None:
+        pass
+
+
+class LazyList(OwnOrder):
+    "Make a list in its first pass."
+
+    def seed(self) -> int:
+        self.passes = [*vars(self).get('passes', []), 1]
+        return len(self.passes)
+
+
+def in_file() -> dict[str, Any]:
+    path = Path(tempfile.mkstemp()[1])
+
+    def draw() -> int:
+        path.write_text(f'{path.read_text()}a')
+        return len(path.read_text())
+
+    return {'cbs': [Weigh(draw=draw)]}
+
+
 class IteratorInModule(Shift):
     def set_up(self) -> None:
         self.numbers = numbers()
@@ -1037,6 +1107,12 @@ UNSEEN: dict[str, Make] = {
     'one list in two attributes': lambda: {'cbs': [SharedList()]},
     'hook of a tensor': tensor_hook,
     'tensor of the Learner': lambda: {'cbs': [TensorOnLearner()]},
+    'private attribute of the Learner': lambda: {'cbs': [PrivateOnLearner()]},
+    'tensor in a hook': tensor_in_hook,
+    'class of an object in an attribute': on_inner_class,
+    'loader with `load_state_dict`': lambda: {'loader': LoaderWithState()},
+    'first made by a sampler': lambda: {'sampler': LazyList()},
+    'outside of the process': in_file,
     'deleted attribute': lambda: {'model': DeletesAttribute()},
     'what a state_dict leaves out': lambda: {'cbs': [WithState()]},
     'validation data': lambda: {'cbs': [ReadsValidation()]},

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from learnkit import EMA, Callback, MixUp, ProgressCallback, SchedLin
+from learnkit import EMA, Callback, MixUp, Periodic, ProgressCallback, SchedLin
 from learnkit.callbacks import (
     SAM,
     EarlyStoppingCallback,
-    GradientAccumulation,
     GradientClip,
     MixedPrecision,
     ParamScheduler,
@@ -136,6 +136,17 @@ class Twice(Bare):
     "The same."
 
 
+class Looks(Callback):
+    observer = True
+
+    def after_batch(self) -> None:
+        pass
+
+
+class Subclass(EMA):
+    "An average of the user's."
+
+
 def greet(cb: Any) -> None:
     pass
 
@@ -162,11 +173,14 @@ KINDS: dict[str, Any] = {
     'function': lambda: Callback(before_fit=greet),
     'lambda': lambda: Callback(before_fit=lambda cb: None),
     'two functions': lambda: Callback(before_fit=greet, after_fit=wave),
+    'partial function': lambda: Callback(before_fit=partial(greet)),
+    'periodic': lambda: Periodic('1ep', on_every=greet),
+    'observer': Looks,
+    'subclass': lambda: Subclass(0.9),
     'mixup': lambda: MixUp(0.4),
     'sam': lambda: SAM(),
     'ema': lambda: EMA(0.9),
     'clip': lambda: GradientClip(1.0),
-    'accumulation': lambda: GradientAccumulation(2),
     'precision': lambda: MixedPrecision('bf16'),
     'early stopping': lambda: EarlyStoppingCallback(patience=9),
     'best': lambda: SaveModelCallback(),
