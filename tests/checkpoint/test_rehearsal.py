@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from learnkit import EMA, Adam, Callback, Checkpoint, DataLoaders, GradientClip, Learner
-from learnkit.checkpoint.fingerprint import Fingerprints
+from learnkit.checkpoint.fingerprint import UNREADABLE, Fingerprints
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import quiet
 
@@ -168,9 +168,10 @@ def counting_function() -> Callback:
     return Counting()
 
 
-def cached() -> Rows:
+def cached(changes: bool = False) -> Rows:
+    "Return samples with a cache; with `changes`, an entry is there already."
     rows = Rows()
-    rows.cache = {}
+    rows.cache = {0: X[0]} if changes else {}
     return rows
 
 
@@ -200,7 +201,8 @@ def test_what_would_be_lost_is_named_once(tmp_path: Path) -> None:
     assert named(tmp_path, model=Counts) == ['model.calls', 'model.drawn']
     assert named(tmp_path, model=Saves) == []
     assert named(tmp_path, OwnEMA()) == ['OwnEMA.average']
-    assert named(tmp_path, rows=cached()) == ['training loader.dataset.cache']
+    assert named(tmp_path, rows=cached()) == []  # entries were added
+    assert named(tmp_path, rows=cached(changes=True)) == ['training loader.dataset.cache']
     assert named(tmp_path, collate_fn=Noise(True)) == ['training loader.collate_fn.n']
     raises = Callback(before_batch=raise_weight, run_valid=False)
     assert named(tmp_path, raises, sampler=weighted()) == ['sampler.weights']
@@ -249,7 +251,8 @@ def test_fingerprints_see_changes_in_place() -> None:
     values[4].weight.data += 1  # type: ignore[attr-defined]
     next(values[5])  # type: ignore[call-overload]
     changed = [Fingerprints().mark(value) != old for value, old in zip(values, before, strict=True)]
-    assert changed == [True] * 4 + [False, True]  # `.data` has a version of its own
+    # `.data` has a version of its own, and an iterator cannot be read
+    assert changed == [True] * 4 + [False, False] and before[-1] == UNREADABLE
 
 
 def test_a_new_list_without_entries_is_not_named(tmp_path: Path) -> None:

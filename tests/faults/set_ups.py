@@ -328,19 +328,6 @@ class Counting(Plain):
         return self.x[i] + 0.1 * self.n_given, self.y[i]
 
 
-class Cached(Plain):
-    "Keeps its random samples."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: dict[int, Tensor] = {}
-
-    def __getitem__(self, i: int) -> Any:
-        if i not in self.cache:
-            self.cache[i] = add_noise(self.x[i])
-        return self.cache[i], self.y[i]
-
-
 class MixUp:
     "Collates samples, and mixes them with each other."
 
@@ -542,7 +529,6 @@ LOADERS: dict[str, dict[str, Any]] = {
     'endless stream': {'train': loader(Stream, shuffle=False), 'n_iter': N // BS},
     'stateful': {'train': stateful},
     'nodes': {'train': nodes},
-    'Cached': {'train': loader(Cached), 'lost': 'cache'},
     'Annealed': {'train': loader(collate_fn=Annealed), 'lost': 'n_batches'},
     'InClosure': {'train': loader(sampler=InClosure), 'lost': 'next_seed'},
     'InList': {'train': loader(sampler=InList), 'lost': 'passes'},
