@@ -441,10 +441,10 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
 
 
 def _load_callbacks(learn: Learner, resume: ResumeState) -> None:
-    "Load the callbacks' states; warn once of callbacks that were added or removed."
+    "Load the callbacks' states; warn once of callbacks that were added or removed since a file was written."
     states = copy_to_host(resume.state['callbacks'])
     names = resume.state['callback_names']
-    if names is None:
+    if names is None or resume.path is None:
         learn.load_callback_states(states)
         return
     warn_of_changed_callbacks(learn, names)

@@ -81,8 +81,7 @@ class StopBefore(Callback):
         if self.state is None:
             state = copy_to_host(gather_full_state(collect_state(learn, 'epoch')))
             # as after an epoch before the first
-            loop = {**state['loop'], 'epoch': -1}
-            self.state = self.first = {**state, 'loop': loop, 'callback_names': None}
+            self.state = self.first = {**state, 'loop': {**state['loop'], 'epoch': -1}}
 
     def before_batch(self) -> None:
         "End the fit at the time."
@@ -112,7 +111,7 @@ class StopBefore(Callback):
 
     def _keep(self) -> None:
         if self.learn.time >= self._until:
-            self.state = {**self.learn.checkpoint_state(), 'callback_names': None}
+            self.state = self.learn.checkpoint_state()
             self.reached = self.reached or self.state
 
     def _leave(self) -> None:

@@ -31,11 +31,12 @@ def test_what_is_lost_is_named_by_a_failed_check_and_by_the_first_checkpoint(
     learn = synth_learner(cbs=hidden)
     found = learn.check_resume(4)
     assert not found
-    assert [line.split(':')[0] for line in found.lost] == ['Hidden.rates']
-    assert found.differences and 'Hidden.rates: give the callback' in repr(found)
+    # what cannot be read may have changed
+    assert [line.split(':')[0] for line in found.lost] == ['Hidden.by_default', 'Hidden.rates']
+    assert found.differences and 'Hidden.rates: its content cannot be read' in repr(found)
     learn.add_cb(Checkpoint('1ba', tmp_path))
     with pytest.warns(
-        UserWarning, match=r'\n  Hidden.rates: give the callback `state_dict`'
+        UserWarning, match=r'\n  Hidden.rates: .*give the callback `state_dict`'
     ) as caught:
         learn.fit(1)
     assert len(caught) == 1
