@@ -208,7 +208,7 @@ class Fingerprints:
 
     def _mark_installed(self, value: Any) -> Mark:
         "Return the mark of an object of an installed package: its state or value, if it has one."
-        kind = type(value)
+        kind: Any = type(value)
         if isinstance(value, IOBase):
             if not value.closed and value.readable():
                 raise _UnreadableError

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Container
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn, optim
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from learnkit.checkpoint.fingerprint import (
     COMPUTED,
@@ -61,7 +61,8 @@ _IN_OPTIMIZER = "keep it in the optimizer's `state` or `param_groups`"
 _IN_SAMPLER = 'harmless if each pass makes it again; else keep it as a number, or in a callback'
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
 _ABSENT: tuple[Mark, str] = (None, '')
-_LOADER_NAMES = frozenset(vars(DataLoader([0])))  # attributes that torch itself gives to a loader
+# attributes that torch itself gives to a loader
+_LOADER_NAMES = frozenset(vars(DataLoader(cast('Dataset[Any]', [0]))))
 _OPTIMIZER_NAMES = frozenset(('state', 'param_groups', 'defaults'))
 
 

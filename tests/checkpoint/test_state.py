@@ -196,7 +196,8 @@ def test_a_resumed_fit_keeps_one_copy_of_a_file(
 
     monkeypatch.setattr(folder, 'read_state', read_and_note)
     cbs = Callback(before_batch=look), Checkpoint(None, tmp_path)
-    make(*cbs, opt_func=momentum).fit(1, resume=path)
+    with pytest.warns(UserWarning, match='added `callback`'):
+        make(*cbs, opt_func=momentum).fit(1, resume=path)
     assert len(read) == 9 and len(pointers) == 6
 
 
