@@ -192,7 +192,10 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_every_kind_is_named_when_it_is_added_or_removed(kind: str, tmp_path: Path) -> None:
+def test_every_kind_is_named_when_it_is_added_or_removed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     key = learn_key(KINDS[kind]())
     _, warnings_seen = resumed(saved(tmp_path / 'without')[0], KINDS[kind]())
     assert len(warnings_seen) == 1 and f'added `{key}`' in warnings_seen[0]
@@ -213,7 +216,8 @@ def test_other_functions_are_named(tmp_path: Path) -> None:
     assert warnings_seen == changes(expected)
 
 
-def test_loggers_and_bars_are_not_compared(tmp_path: Path) -> None:
+def test_loggers_and_bars_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path, _ = saved(tmp_path, CSVLogger())
     assert resumed(path)[1] == []
     assert resumed(path, CSVLogger(), ProgressCallback())[1] == []
