@@ -216,6 +216,7 @@ class Mirror:
             with atomic_write(path) as tmp:
                 fs.get_file(f'{root}/{path.name}', str(tmp))
         except STORE_ERRORS as e:
+            self._skipped.add(path.name)  # the caller names it
             raise OSError(f'{self.url} fails ({describe_error(e)})') from e
 
     def upload(self, path: Path) -> None:
