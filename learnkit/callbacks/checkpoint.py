@@ -97,8 +97,9 @@ class Checkpoint(Callback):
     handler.
 
     Raises `OptionError` for invalid options, `MissingExtraError` if a library for the mirror is missing, and before
-    training `CheckpointError` for a folder or a mirror that cannot be written, `FolderInUseError`, and `MetricError` if `monitor`
-    is not recorded. A resumed fit raises `WeightsError` if the model lacks the frozen weights that were left out.
+    training `CheckpointError` for a folder that cannot be written and for a mirror that refuses to be, as a bucket that
+    does not exist, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises
+    `WeightsError` if the model lacks the frozen weights that were left out.
     Checkpointed: the time at which the interval was last checked, the monitored value, the best values, and with
     `trainable_only` the names of the trained parameters.
 

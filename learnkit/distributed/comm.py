@@ -345,9 +345,7 @@ def join_ranks(
     rank = dist.get_rank()
     local_rank = int({**os.environ, **launched}.get('LOCAL_RANK', rank))
     size = dist.get_world_size()
-    return Comm(
-        rank, size, local_rank, timeout_s, control, store=store, is_ours=bool(launched)
-    )
+    return Comm(rank, size, local_rank, timeout_s, control, store=store, is_ours=bool(launched))
 
 
 def new_host_group(timeout: timedelta) -> ProcessGroup:

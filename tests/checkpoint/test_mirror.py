@@ -389,9 +389,7 @@ def test_a_foreign_file_is_skipped(content: bytes, tmp_path: Path, store: Any) -
     assert stored(store)[-1] == '00010-ep3-ba12.ckpt' and len(learn.history) == 3
 
 
-def test_only_as_much_as_the_file_has_is_read(
-    tmp_path: Path, store: Any, monkeypatch: Any
-) -> None:
+def test_only_as_much_as_the_file_has_is_read(tmp_path: Path, store: Any, monkeypatch: Any) -> None:
     fit(tmp_path / 'a', 1)
     store.pipe_file(f'{ROOT}/00009-ep9-ba36.ckpt', FOREIGN['header longer than the file'])
     ends: list[int] = []
