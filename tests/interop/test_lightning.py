@@ -586,7 +586,7 @@ def test_a_hook_that_reads_what_the_model_lacks_names_it() -> None:
         def on_train_start(self, trainer: Any, module: Any) -> None:
             _ = trainer.lightning_module.hparams
 
-    with pytest.raises(ModelError, match='Reads.on_train_start reads `hparams`.*is a Linear'):
+    with pytest.raises(ModelError, match=r'Reads.on_train_start reads `hparams`.*is a Linear'):
         train_plain(Reads())
 
     class Fails:
