@@ -457,9 +457,9 @@ class SaveModelCallback(TrackerCallback):
     @override
     def save_to_checkpoint(self, folder: Path) -> None:
         "Keep the best weights in the checkpoint; checkpoints with the same ones share one file."
-        if not self._has_best:
-            return
         path = find_weights_path(self.learn, self.fname)
+        if not (self._has_best and path.exists()):
+            return
         target = folder / path.name
         if self._stored is not None and self._stored.exists():
             link_or_copy(self._stored, target)

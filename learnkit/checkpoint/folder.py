@@ -313,15 +313,17 @@ def find_other_files(learn: Learner) -> list[str]:
     """Return the callbacks with files that no checkpoint holds, each with the first file's name.
 
     These are callbacks without `save_to_checkpoint` that have an attribute that is a `Path`, an open file, or the name
-    of an existing file; and loggers that write to a folder.
+    of an existing file; and loggers that write to a folder. What a service keeps is not lost.
     """
     found = []
     for cb in learn.cbs:
-        if has_own_files(cb) or declared(cb, 'checkpoint_folder') is not None:
+        is_kept = has_own_files(cb) or declared(cb, 'logs_to_service', False)
+        if is_kept or declared(cb, 'checkpoint_folder') is not None:
             continue
         own = getattr(cb, 'wrapped', cb)  # of a callback of another library
         values = list(getattr(own, '__dict__', {}).values())
-        values.append(declared(cb, 'where', noop)())
+        if declared(cb, 'writes_files'):
+            values.append(declared(cb, 'where', noop)())
         names = [name for name in map(_find_file_name, values) if name]
         if names:
             found.append(f'{type(own).__name__} ({names[0]})')
