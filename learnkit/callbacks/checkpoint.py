@@ -23,6 +23,7 @@ from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import (
     Entry,
     entries,
+    find_other_files,
     find_superfluous,
     next_path,
     parse_number,
@@ -87,15 +88,17 @@ class Checkpoint(Callback):
     checkpoints to this store, and removes those that the folder would not keep. `fit(resume=True)` fetches the store's
     newest whole checkpoint if the folder has none that is as new. Training does not wait for an upload, and no failure
     of the store stops it: the thread warns once for each kind of failure, and tries again. The end of a fit waits for
-    the last upload, also on SIGTERM. Two runs cannot share a store's folder.
+    the last upload, also on SIGTERM. Two runs cannot share a store's folder. The first checkpoint of a fit names the
+    callbacks with files that a new machine would lack.
 
     On SIGTERM the current batch, or the current evaluation, is finished, a checkpoint is written, and the process calls
     the earlier signal handler and exits with code 143; in IPython the fit ends. `preemption=False` installs no signal
     handler.
 
     Raises `OptionError` for invalid options, `MissingExtraError` if a library for the mirror is missing, and before
-    training `CheckpointError` for a folder that cannot be written, `FolderInUseError`, and `MetricError` if `monitor`
-    is not recorded. A resumed fit raises `WeightsError` if the model lacks the frozen weights that were left out.
+    training `CheckpointError` for a folder that cannot be written and for a mirror that refuses to be, as a bucket that
+    does not exist, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises
+    `WeightsError` if the model lacks the frozen weights that were left out.
     Checkpointed: the time at which the interval was last checked, the monitored value, the best values, and with
     `trainable_only` the names of the trained parameters.
 
@@ -150,6 +153,7 @@ class Checkpoint(Callback):
         self.trainable_only = trainable_only
         self.mirror = None if mirror is None else Mirror(mirror)
         self._uploader: Uploader | None = None  # in rank 0, during a fit
+        self._has_named_files = False  # whether this fit has named the files of other callbacks
         self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
@@ -223,13 +227,12 @@ class Checkpoint(Callback):
         world = self.learn.world
         run_id = None if resumed is None else resumed.info.get('run')
         self._run_id = world.broadcast(run_id or token_hex(4))
-        if world.is_first:
-            existing = entries(self.checkpoint_folder())
-            self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
-            self._begin_uploads()
+        world.run_on_all(self._begin_uploads if world.is_first else noop)
 
     def _begin_uploads(self) -> None:
-        "Start the thread that uploads to the mirror, if there is one."
+        "Find the run's earlier checkpoints, and start the thread that uploads to the mirror, if there is one."
+        existing = entries(self.checkpoint_folder())
+        self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
         if self.mirror is not None:
             folder = self.checkpoint_folder()
             self._uploader = Uploader(
@@ -342,6 +345,7 @@ class Checkpoint(Callback):
         self._rehearse(point)
         state = self._collect_state(point, background)
         path, files = self._write_own_files()
+        self._name_other_files()
         if files:
             state['files'] = files
         write = partial(self._write, state, path, self._make_info(point))
@@ -376,6 +380,18 @@ class Checkpoint(Callback):
         path = learn.world.broadcast(path)
         write = partial(write_own_files, learn, Path(path)) if learn.world.is_first else dict
         return Path(path), learn.world.run_on_all(write)
+
+    def _name_other_files(self) -> None:
+        "Warn once a fit, beside a mirror, of callbacks whose files a new machine would lack."
+        if self._uploader is None or self._has_named_files:
+            return
+        self._has_named_files = True
+        found = find_other_files(self.learn)
+        if found:
+            warn_user(
+                f'These callbacks have files that no checkpoint holds, and {self._uploader.mirror.url} does not get: '
+                f'{", ".join(found)}. To resume on a new machine with them, write them in `save_to_checkpoint(folder)`.'
+            )
 
     def _make_info(self, point: str) -> dict[str, Any]:
         "Return the metadata of a checkpoint's file."
@@ -564,6 +580,7 @@ class Checkpoint(Callback):
         self._lock = None
         self._has_folder = False
         self._run_id = ''
+        self._has_named_files = False
         self._thread = None
         self._memory = None
         self._run_entries = []

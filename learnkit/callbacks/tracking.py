@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from filecmp import cmp
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ from typing_extensions import override
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
 from learnkit.callbacks.recorder import epoch_row, find_column, records
-from learnkit.checkpoint.saving import check_weights_path
+from learnkit.checkpoint.saving import check_weights_path, find_weights_path
 from learnkit.core.errors import OptionError
+from learnkit.core.files import atomic_write, link_or_copy
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import as_number, is_better
@@ -308,7 +311,8 @@ class SaveModelCallback(TrackerCallback):
     `at_end` overwrites the best file with the last weights after a fit without error.
 
     Raises `OptionError` for options that contradict each other and, before training, for a folder
-    that cannot be written. Checkpointed: also whether the file has the best weights.
+    that cannot be written. Checkpointed: also the file with the best weights, so that a run can
+    resume on another machine.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -345,6 +349,7 @@ class SaveModelCallback(TrackerCallback):
         self._is_in_fit = False  # whether the best or the last weights are still to be kept
         self._has_compared = False  # whether the fit has had a value to compare
         self._is_row_compared = False  # whether the value of the row was compared within the epoch
+        self._stored: Path | None = None  # file of the best weights in the last checkpoint
 
     @override
     def before_fit(self) -> None:
@@ -405,6 +410,7 @@ class SaveModelCallback(TrackerCallback):
                     stack.enter_context(cb.applied())
             self._save(self.fname)
         self._has_best = True
+        self._stored = None
 
     def after_fit(self) -> None:
         "Load the best weights, or save the last ones with `at_end`."
@@ -447,6 +453,31 @@ class SaveModelCallback(TrackerCallback):
             'compared': self._has_compared,
             'row_compared': self._is_row_compared,
         }
+
+    @override
+    def save_to_checkpoint(self, folder: Path) -> None:
+        "Keep the best weights in the checkpoint; checkpoints with the same ones share one file."
+        path = find_weights_path(self.learn, self.fname)
+        if not (self._has_best and path.exists()):
+            return
+        target = folder / path.name
+        if self._stored is not None and self._stored.exists():
+            link_or_copy(self._stored, target)
+        else:
+            shutil.copyfile(path, target)  # no link: other programs may change the user's file
+        self._stored = target
+
+    @override
+    def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
+        "Restore the file of the best weights, which may be missing, or of a later epoch."
+        path = find_weights_path(self.learn, self.fname)
+        stored = folder / path.name
+        if not (self._has_best and stored.exists()):
+            return
+        self._stored = stored
+        if self.learn.world.is_first and not (path.exists() and cmp(stored, path, shallow=False)):
+            with atomic_write(path) as tmp:
+                shutil.copyfile(stored, tmp)
 
     def state_without_files(self) -> dict[str, Any]:
         "Return the state for a branch of a run; the file of the best weights belongs to the run."

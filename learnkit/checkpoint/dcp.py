@@ -94,11 +94,13 @@ def replace_at(state: Any, key_path: list[Any], value: Any) -> Any:
 class Writers:
     """Writers of checkpoints on all ranks.
 
-    They communicate over a separate process group, so that they can work in a background thread.
+    They communicate over a separate process group, so that they can work in a background thread: the group that the
+    strategy 'fsdp' makes when it joins the ranks.
     """
 
     def __init__(self, world: Comm) -> None:
-        group = new_host_group(timedelta(seconds=world.timeout_s))
+        self._is_own_group = world.writing is None  # a model that was sharded by hand
+        group = world.writing or new_host_group(timedelta(seconds=world.timeout_s))
         self.world = Comm(world.rank, world.size, world.local_rank, world.timeout_s, group)
 
     def write(
@@ -158,7 +160,7 @@ class Writers:
     def close(self) -> None:
         import torch.distributed as dist
 
-        if dist.is_initialized():
+        if self._is_own_group and dist.is_initialized():
             dist.destroy_process_group(self.world.control)
 
 

@@ -334,7 +334,7 @@ def damaged_error(path: Path, what: str) -> DamagedError:
     return DamagedError(f'{path} is not a whole checkpoint: {what}. Nothing was loaded.')
 
 
-def shorten_error(error: Exception) -> str:
+def shorten_error(error: BaseException) -> str:
     "Return the message of an error, shortened and printable, because it may quote the file."
     lines = str(error).splitlines() or [type(error).__name__]
     return ascii(lines[0][:200])[1:-1]

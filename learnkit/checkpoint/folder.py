@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -18,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastcore.basics import noop
+
 from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.files import as_local_path, flush_file, flush_folder
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import can_be_best
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -33,6 +36,9 @@ SUFFIX = '.ckpt'
 PARTS = '.parts'
 OWN_FILES = '.files'
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
+
+# digests of files that several checkpoints share, by device, inode, size and time
+_shared_digests: dict[tuple[int, ...], str] = {}
 
 # path of a checkpoint's file, its state, and the file's `info`
 Found = tuple[Path, Mapping[str, Any], dict[str, Any]]
@@ -224,6 +230,17 @@ def describe_file(path: Path) -> list[Any]:
         return [path.stat().st_size, hashlib.file_digest(f, 'sha256').hexdigest()]
 
 
+def describe_shared_file(file: Path) -> list[Any]:
+    "Return size and digest of a file; a file that checkpoints share is read once."
+    found = file.stat()
+    if found.st_nlink == 1:
+        return describe_file(file)
+    key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    if key not in _shared_digests:
+        _shared_digests[key] = describe_file(file)[1]
+    return [found.st_size, _shared_digests[key]]
+
+
 def file_has_size(path: Path, size: int) -> bool:
     "Return True if a file exists and has the given size in bytes."
     return path.is_file() and path.stat().st_size == size
@@ -272,7 +289,7 @@ def write_own_files(
     for file in files:
         flush_file(file)
         flush_folder(file.parent)
-    return {file.relative_to(folder).as_posix(): describe_file(file) for file in files}
+    return {file.relative_to(folder).as_posix(): describe_shared_file(file) for file in files}
 
 
 def read_own_files(
@@ -290,6 +307,35 @@ def read_own_files(
         own = path.with_suffix(OWN_FILES) / learn.parts.callbacks.keys[id(cb)]
         if own.is_dir():  # the callback may be newer than the checkpoint
             read(own, learn.model)
+
+
+def find_other_files(learn: Learner) -> list[str]:
+    """Return the callbacks with files that no checkpoint holds, each with the first file's name.
+
+    These are callbacks without `save_to_checkpoint` that have an attribute that is a `Path`, an open file, or the name
+    of an existing file; and loggers that write to a folder. What a service keeps is not lost.
+    """
+    found = []
+    for cb in learn.cbs:
+        is_kept = has_own_files(cb) or declared(cb, 'logs_to_service', False)
+        if is_kept or declared(cb, 'checkpoint_folder') is not None:
+            continue
+        own = getattr(cb, 'wrapped', cb)  # of a callback of another library
+        values = list(getattr(own, '__dict__', {}).values())
+        if declared(cb, 'writes_files'):
+            values.append(declared(cb, 'where', noop)())
+        names = [name for name in map(_find_file_name, values) if name]
+        if names:
+            found.append(f'{type(own).__name__} ({names[0]})')
+    return found
+
+
+def _find_file_name(value: Any) -> str:
+    "Return the name of a file: a path, an open file, or a string that names an existing file; '' for other values."
+    if isinstance(value, Path):
+        return str(value)
+    name = value.name if isinstance(value, io.IOBase) and hasattr(value, 'name') else value
+    return name if isinstance(name, str) and os.path.isfile(name) else ''
 
 
 # -- removing --------------------------------------------------------------------------------------

@@ -7,11 +7,14 @@ there, which is uploaded last, and if the digests in it, of itself and of the fi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from learnkit.checkpoint.file import shorten_error
@@ -24,10 +27,24 @@ from learnkit.checkpoint.folder import (
     parse_number,
     sort_by_score,
 )
-from learnkit.core.errors import CheckpointError, MissingExtraError, OptionError
+from learnkit.core.errors import CheckpointError, DamagedError, MissingExtraError, OptionError
 from learnkit.core.files import atomic_write
 from learnkit.core.optional import describe_missing
 from learnkit.core.validation import warn_user
+
+# what a store raises in the thread that trains; the libraries' errors have no common base class, and the cancellation
+# of one of their requests is not an `Exception`. In the thread of uploads nothing else can be meant by any exception.
+STORE_ERRORS = (Exception, asyncio.CancelledError)
+# answers of a store that no waiting changes: no such bucket, no access, invalid options, a missing library
+REFUSALS = (
+    FileNotFoundError,
+    PermissionError,
+    NotADirectoryError,
+    ValueError,
+    TypeError,
+    ImportError,
+)
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 RETRY_S = 1.0  # wait after the first failure; it doubles with each further one
 MAX_RETRY_S = 15.0
@@ -61,6 +78,7 @@ class Mirror:
             missing = describe_missing(f'Checkpoint(mirror={url!r})', library)
             raise MissingExtraError(missing, name=library) from e
         self.url = url.rstrip('/')
+        self._skipped: set[str] = set()  # names of checkpoints in warnings
 
     def open(self) -> tuple[Any, str]:
         "Return the file system, which fsspec caches for each thread, and the path of the folder in it."
@@ -70,37 +88,80 @@ class Mirror:
         fs, root = url_to_fs(self.url, **({'auto_mkdir': True} if is_local else {}))
         return fs, root.rstrip('/')
 
-    def list_names(self) -> list[str]:
-        "Return the names of the files and folders in the store."
+    def check(self) -> None:
+        """Write a small object to the store, and remove it.
+
+        Raises `CheckpointError` if the store refuses it, as for a bucket that does not exist. A store that does not
+        answer raises its own error: it may answer later.
+        """
+        try:
+            fs, root = self.open()
+            probe = f'{root}/.probe-{token_hex(4)}'
+            fs.pipe_file(probe, b'learnkit')
+        except STORE_ERRORS as e:
+            if not is_refusal(e):
+                raise
+            raise CheckpointError(
+                f'mirror={self.url!r} cannot be written ({describe_error(e)}). Check the URL, that the bucket exists, '
+                'and the credentials; or leave out `mirror`. Nothing was trained.'
+            ) from e
+        with suppress(Exception):  # a store may refuse to remove objects
+            fs.rm_file(probe)
+
+    def list_sizes(self) -> dict[str, int]:
+        "Return the sizes in bytes of the files and folders in the store, by name; 0 for a folder."
         fs, root = self.open()
         fs.invalidate_cache()
         try:
-            return [Path(path).name for path in fs.ls(root, detail=False)]
+            listed = fs.ls(root, detail=True)
         except FileNotFoundError:
-            return []
+            return {}
+        return {Path(found['name']).name: int(found.get('size') or 0) for found in listed}
 
     def entries(
         self,
         folder: Path,  # folder of the local files
         with_info: bool,  # whether to read the headers of the files
-    ) -> list[Entry]:
-        "Return the checkpoints of the store, with the paths that they have in `folder`."
-        numbers = {name: parse_number(Path(name)) for name in self.list_names()}
-        return [
-            Entry(folder / name, n, self._read_info(name) if with_info else {})
-            for name, n in numbers.items()
-            if n
-        ]
+    ) -> tuple[list[Entry], dict[str, BaseException]]:
+        """Return the checkpoints of the store, with the paths that they have in `folder`, and errors by name.
 
-    def _read_info(self, name: str) -> dict[str, Any]:
-        "Return the `info` in the header of a checkpoint's file, without reading the rest; {} for a damaged file."
+        A checkpoint that cannot be read is an entry without `info`, and has an error.
+        """
+        found: list[Entry] = []
+        errors: dict[str, BaseException] = {}
+        for name, size in self.list_sizes().items():
+            number = parse_number(Path(name))
+            if not number:
+                continue
+            info: dict[str, Any] = {}
+            if with_info:
+                try:
+                    info = self._read_info(name, size)
+                except (ConnectionError, TimeoutError):
+                    raise  # of the store, not of this object
+                except STORE_ERRORS as e:
+                    errors[name] = e
+            found.append(Entry(folder / name, number, info))
+        return found, errors
+
+    def _read_info(
+        self,
+        name: str,
+        size: int,  # size of the object, as listed
+    ) -> dict[str, Any]:
+        """Return the `info` in the header of a checkpoint's file, without reading the rest.
+
+        Raises `DamagedError` for a file without a valid header, and the store's errors.
+        """
         fs, root = self.open()
-        size = int.from_bytes(fs.cat_file(f'{root}/{name}', start=0, end=8), 'little')
+        length = int.from_bytes(fs.cat_file(f'{root}/{name}', start=0, end=8), 'little')
+        if not 0 < length <= min(size - 8, MAX_HEADER):
+            raise DamagedError(f'it has {size} bytes, and a header of {length}')
+        header = fs.cat_file(f'{root}/{name}', start=8, end=8 + length)
         try:
-            header = json.loads(fs.cat_file(f'{root}/{name}', start=8, end=8 + size))
-            return dict(json.loads(header['__metadata__']['info']))
-        except (ValueError, KeyError, TypeError):
-            return {}
+            return dict(json.loads(json.loads(header)['__metadata__']['info']))
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
+            raise DamagedError(f'its header cannot be read: {shorten_error(e)}') from None
 
     def add_entries(
         self,
@@ -110,20 +171,36 @@ class Mirror:
     ) -> list[Entry]:
         """Return the checkpoints of the folder and the others of the store, newest first; the folder's come first.
 
-        If the store cannot be read, a warning is issued; raises `CheckpointError` if the folder is empty, too.
+        Checkpoints of the store that cannot be read are named in a warning. If the store does not answer, a warning is
+        issued; raises `CheckpointError` if it refuses access, or if the folder is empty, too.
         """
         try:
-            stored = self.entries(folder, with_info=which == 'best')
-        except Exception as e:  # the libraries' errors have no common base class
+            self.check()
+            stored, errors = self.entries(folder, with_info=which == 'best')
+        except CheckpointError:
+            raise
+        except STORE_ERRORS as e:
             problem = f'{self.url} cannot be read ({describe_error(e)})'
             if not local:
                 fix = 'Make it reachable, or train without `resume`'
                 raise CheckpointError(f'{problem}, and {folder} has no checkpoint. {fix}.') from e
             warn_user(f'{problem}: the newest checkpoint of {folder} is used.')
             return local
+        skipped = self.describe_skipped(errors)
+        if skipped:
+            warn_user(skipped)
         names = {e.path.name for e in local}
         others = [e for e in stored if e.path.name not in names]
         return sorted([*local, *others], key=lambda e: -e.number)
+
+    def describe_skipped(self, errors: Mapping[str, BaseException]) -> str:
+        "Return the warning for checkpoints that `entries` could not read; each is named once, '' if all were."
+        new = {name: e for name, e in errors.items() if name not in self._skipped}
+        self._skipped.update(new)
+        if not new:
+            return ''
+        named = '\n  '.join(f'{name}: {describe_error(e)}' for name, e in new.items())
+        return f'{self.url} has checkpoints that cannot be read. They are skipped:\n  {named}'
 
     def download(self, path: Path) -> None:
         "Fetch a checkpoint to its path in the folder, the `.ckpt` last. Raises `OSError` if that fails."
@@ -138,7 +215,8 @@ class Mirror:
                         fs.get_file(stored, str(tmp))
             with atomic_write(path) as tmp:
                 fs.get_file(f'{root}/{path.name}', str(tmp))
-        except Exception as e:
+        except STORE_ERRORS as e:
+            self._skipped.add(path.name)  # the caller names it
             raise OSError(f'{self.url} fails ({describe_error(e)})') from e
 
     def upload(self, path: Path) -> None:
@@ -160,7 +238,7 @@ class Mirror:
 
     def sweep(self) -> None:
         "Remove the folders of checkpoints whose upload was interrupted."
-        names = self.list_names()
+        names = self.list_sizes()
         for path in map(Path, names):
             owner = path.with_suffix(SUFFIX)
             is_folder = path.suffix in (PARTS, OWN_FILES) and parse_number(owner)
@@ -194,10 +272,16 @@ class Uploader:
     _thread: threading.Thread = field(init=False)
 
     def start(self, kept: Iterable[Entry]) -> None:
-        "Look up what the store has, and begin to upload what the run has kept so far."
+        """Look up what the store has, and begin to upload what the run has kept so far.
+
+        Raises `CheckpointError` if the store refuses access.
+        """
         try:
+            self.mirror.check()
             self._read_store()
-        except Exception as e:
+        except CheckpointError:
+            raise
+        except STORE_ERRORS as e:
             self._note_failure(e)
         self.warn()
         self.push(kept)
@@ -256,7 +340,7 @@ class Uploader:
                 self._upload_next()
                 self._remove_superfluous()
                 self._failures = 0
-            except Exception as e:  # the libraries' errors have no common base class
+            except BaseException as e:  # no exception in this thread asks the program to end
                 self._note_failure(e)
                 wait_s = RETRY_S * 2 ** min(self._failures - 1, 10)
                 self._closed.wait(min(wait_s, MAX_RETRY_S))
@@ -276,7 +360,12 @@ class Uploader:
         return None
 
     def _read_store(self) -> None:
-        stored = self.mirror.entries(self.folder, with_info=self.keep_last is not None)
+        stored, errors = self.mirror.entries(self.folder, self.keep_last is not None)
+        # a damaged file is named by a resume, and does not concern uploads
+        denied = {name: e for name, e in errors.items() if not isinstance(e, DamagedError)}
+        skipped = self.mirror.describe_skipped(denied)
+        if skipped:
+            self._messages['skipped'] = skipped
         self.mirror.sweep()
         self.newest_before = max((e.number for e in stored), default=0)
         self._stored = stored
@@ -302,7 +391,7 @@ class Uploader:
                 self.mirror.remove(path.name)
                 self._stored = [e for e in self._stored or () if e.path != path]
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         self._failures += 1
         text = (
             f'{self.mirror.url} fails ({describe_error(error)}). Checkpoints stay in {self.folder}; uploads are '
@@ -311,6 +400,17 @@ class Uploader:
         self._messages.setdefault(type(error).__name__, text)
 
 
-def describe_error(error: Exception) -> str:
+def is_refusal(error: BaseException) -> bool:
+    """Return True for an error that no waiting changes: see `REFUSALS`, and missing credentials.
+
+    >>> is_refusal(PermissionError('denied')), is_refusal(TimeoutError('no answer'))
+    (True, False)
+    """
+    # the class of the libraries' errors for credentials differs, and so does its base class
+    names = [cls.__name__ for cls in type(error).__mro__]
+    return isinstance(error, REFUSALS) or any('Credential' in name for name in names)
+
+
+def describe_error(error: BaseException) -> str:
     "Return type and message of a store's error, on one line."
     return f'{type(error).__name__}: {shorten_error(error)}'

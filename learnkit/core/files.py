@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,6 +156,14 @@ def _is_running(pid: int) -> bool:
 def _make_temporary_path(path: Path) -> Path:
     # only the suffix may be random, because torch.save writes the file name without the suffix into the file
     return path.with_name(f'.{path.name[:40]}.tmp-{os.getpid()}-{secrets.token_hex(4)}')
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    "Give a file that nobody changes a second name, or copy it where the file system has no links."
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def flush_file(path: Path) -> None:

@@ -51,6 +51,9 @@ class Comm:
     local_rank: int = 0  # rank on this machine
     timeout_s: float = 600.0  # seconds until a rank stops waiting for another
     control: ProcessGroup | None = None
+    # like `control`, for the threads that write shards; made when the ranks join, because a rank that dies while others
+    # make a group is noticed only after the timeout
+    writing: ProcessGroup | None = None
     store: Store | None = None  # store through which a failing rank notifies the others
     # True if `join_ranks` created the default group, so that `leave` destroys it
     is_ours: bool = False
@@ -243,15 +246,15 @@ class Comm:
     # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        "Destroy the control group, and the default group if `join_ranks` created it. Another call does nothing."
-        group = self.control
-        self.control = None
+        "Destroy the groups on the hosts, and the default group if `join_ranks` created it. Another call does nothing."
+        groups = [group for group in (self.control, self.writing) if group is not None]
+        self.control = self.writing = None
         self._pending = None
-        if group is None or not dist.is_initialized():
+        if not groups or not dist.is_initialized():
             return
         if self.is_ours:
-            dist.destroy_process_group()
-        else:
+            return dist.destroy_process_group()
+        for group in groups:
             dist.destroy_process_group(group)
 
 
@@ -342,7 +345,7 @@ def join_ranks(
     rank = dist.get_rank()
     local_rank = int({**os.environ, **launched}.get('LOCAL_RANK', rank))
     size = dist.get_world_size()
-    return Comm(rank, size, local_rank, timeout_s, control, store, is_ours=bool(launched))
+    return Comm(rank, size, local_rank, timeout_s, control, store=store, is_ours=bool(launched))
 
 
 def new_host_group(timeout: timedelta) -> ProcessGroup:

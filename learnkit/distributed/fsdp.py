@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from learnkit.checkpoint.weights import collect_module_state
 from learnkit.core.errors import DistributedError, ModelError, OptionError
 from learnkit.core.model import has_weights, is_on_meta, wrappers_of
 from learnkit.core.validation import check_count, warn_user
+from learnkit.distributed.comm import new_host_group
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.dtensor import (
     TENSOR,
@@ -146,6 +148,7 @@ class Sharded(Parallelism):
         sizes = {name: n for name, n in sizes.items() if name == 'shard' or n > 1}
         mesh = init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         open_hosts(mesh, learn.world.control)
+        learn.world.writing = new_host_group(timedelta(seconds=learn.world.timeout_s))
         if self.parallelize is not None and self.tensor > 1:
             divide_layers(model, self.parallelize, mesh[TENSOR])
             mesh = mesh['shard']

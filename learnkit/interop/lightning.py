@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from learnkit.core.errors import LoaderError, ModelError, OptionError
+from learnkit.core.errors import CallbackError, LoaderError, ModelError, OptionError
 from learnkit.core.kinds import DATA, DATA_MODULE, LIGHTNING_TRAINER, explain_kind, find_kind
 from learnkit.core.time import as_time
 from learnkit.data.dataloaders import DataLoaders
@@ -26,7 +26,13 @@ from learnkit.interop.hooks import (
     own_hooks,
     state_of,
 )
-from learnkit.interop.lightning_run import HOOKS, TRANSFER_HOOKS, LightningRun
+from learnkit.interop.lightning_run import (
+    HOOKS,
+    REPLACED,
+    TRANSFER_HOOKS,
+    LightningRun,
+    find_class_names,
+)
 from learnkit.learner import Learner
 
 TRAINER_OPTIONS = (
@@ -61,8 +67,10 @@ def from_lightning(
     Checkpointed: schedulers, logged values, torchmetrics and plain public attributes of the module,
     what its `on_save_checkpoint` adds, and the states of callbacks.
 
-    Raises `ModelError` for a module without these methods, and `CallbackError` for an object without hooks and for
-    a Trainer.
+    Raises `ModelError` for a module without these methods and, before training, for a callback that reads what only a
+    LightningModule has, if the model is another one. Raises `CallbackError` for an object without hooks, for a Trainer,
+    and for callbacks that need one: `BasePredictionWriter`, `BatchSizeFinder`, `LearningRateFinder`,
+    `ThroughputMonitor`.
 
     >>> import torch
     >>> class Line(nn.Module):  # or LightningModule
@@ -138,6 +146,7 @@ class _FromLightning(Callback):
 
     def __init__(self, cb: Any) -> None:
         check_style(cb, HOOKS, own_hooks(cb, HOOKS), 'Lightning', 'from_lightning')
+        check_has_trainer(cb)
         note_attributes(cb)
         self.wrapped = cb
 
@@ -167,6 +176,15 @@ class _FromLightning(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the callback's state."
         load_state(self.wrapped, sd['callback'])
+
+
+def check_has_trainer(cb: Any) -> None:
+    "Raise `CallbackError` for a callback of Lightning that needs parts of its Trainer that a Learner does not have."
+    for name in find_class_names(cb):
+        if name in REPLACED:
+            raise CallbackError(
+                f"{type(cb).__name__} needs Lightning's own Trainer, which a Learner replaces: use {REPLACED[name]}."
+            )
 
 
 def is_callback(cb: Any) -> bool:

@@ -15,7 +15,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.core.autocast import uncached_autocast
 from learnkit.core.batch import rebuild
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import CancelEpochException, OptionError
+from learnkit.core.errors import CancelEpochException, ModelError, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import decode
@@ -46,7 +46,29 @@ BATCH_HOOKS = {
 }
 # hooks that a data module may have instead of the module
 TRANSFER_HOOKS = 'on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer'.split()
+# attribute of a LightningModule that a callback of Lightning reads, by its class
+NEEDED = {
+    'BackboneFinetuning': 'backbone',
+    'GradientAccumulationScheduler': 'automatic_optimization',
+    'ModelCheckpoint': 'automatic_optimization',
+    'ModelPruning': 'current_epoch',
+    'ModelSummary': 'example_input_array',
+    'StochasticWeightAveraging': 'device',
+    'WeightAveraging': 'device',
+}
+# callbacks that need parts of Lightning's own Trainer, and what does the same in a Learner
+REPLACED = {
+    'BasePredictionWriter': '`learn.get_preds(sink=folder)`',
+    'BatchSizeFinder': '`learn.find_batch_size()`',
+    'LearningRateFinder': '`learn.lr_find()`',
+    'ThroughputMonitor': 'the callback `SpeedMonitor`',
+}
 OPTIMIZATION_METHODS = ('optimizers', 'lr_schedulers', 'manual_backward', 'clip_gradients')
+
+
+def find_class_names(cb: Any) -> list[str]:
+    "Return the names of the classes of Lightning of which a callback is an instance."
+    return [cls.__name__ for cls in type(cb).__mro__ if 'lightning' in cls.__module__]
 
 
 class LightningRun(Callback):
@@ -114,8 +136,7 @@ class LightningRun(Callback):
 
     def is_kind(self, cb: Any, *names: str) -> bool:
         "Return True if a callback has one of these classes of Lightning."
-        classes = [cls for cls in type(cb).__mro__ if 'lightning' in cls.__module__]
-        return any(cls.__name__ in names for cls in classes)
+        return any(name in names for name in find_class_names(cb))
 
     def find_hooks(self, name: str) -> tuple[list[Any], list[Any], Any]:
         "Return the hooks of callbacks, of callbacks that monitor a value, and the module's or None."
@@ -147,11 +168,35 @@ class LightningRun(Callback):
             return None
         with self.running(name):
             for hook in before:
-                hook(self.trainer, self.learn.model, *args)
+                self._call_hook(hook, *args)
             result = None if own is None else own(*args)
             for hook in last:
-                hook(self.trainer, self.learn.model, *args)
+                self._call_hook(hook, *args)
         return result
+
+    def _call_hook(self, hook: Callable[..., Any], *args: Any) -> None:
+        "Call a hook of a callback; raise `ModelError` if it reads what only a LightningModule has."
+        try:
+            hook(self.trainer, self.learn.model, *args)
+        except AttributeError as e:
+            if self.module is not None or e.obj is not self.learn.model or e.name is None:
+                raise
+            owner = type(getattr(hook, '__self__', hook)).__name__
+            raise self._make_error(f'{owner}.{self.hook_name}', e.name) from e
+
+    def _make_error(self, what: str, attribute: str) -> ModelError:
+        "Return the error for a callback that reads an attribute that the model does not have."
+        return ModelError(
+            f'{what} reads `{attribute}` of a LightningModule, and the model is a {type(self.learn.model).__name__} '
+            'without it: train a LightningModule by `from_lightning(module, dls, cbs=...)`, or leave the callback out.'
+        )
+
+    def check_callbacks(self) -> None:
+        "Raise `ModelError` for a callback of Lightning that needs a LightningModule, if the model is another one."
+        for cb in self.list_callbacks():
+            for name, attribute in NEEDED.items():
+                if self.is_kind(cb, name) and not hasattr(self.learn.model, attribute):
+                    raise self._make_error(type(cb).__name__, attribute)
 
     def fire_all(self, names: str, *args: Any) -> None:
         for name in names.split():
@@ -283,6 +328,7 @@ class LightningRun(Callback):
                 'optimization.'
             )
         if self.module is None:  # a LightningModule was set up before its optimizers
+            self.check_callbacks()
             self.trainer.max_epochs = learn.n_epoch or -1
             self.set_up()
         elif getattr(self.module, 'hparams', None):

@@ -129,7 +129,7 @@ class Trainer(View):
 
     # options of a Trainer that have one value here
     fast_dev_run = sanity_checking = barebones = received_sigterm = False
-    ckpt_path = min_epochs = min_steps = progress_bar_callback = None
+    ckpt_path = min_epochs = min_steps = None
     num_sanity_val_steps = overfit_batches = reload_dataloaders_every_n_epochs = 0
     limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = 1.0
     num_nodes, node_rank, precision = 1, 0, '32-true'
@@ -186,6 +186,10 @@ class Trainer(View):
     @property
     def num_val_batches(self) -> list[float]:
         return [self._length(dl) for _, dl in evaluation_loaders(self.learn.dls)]
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        return [math.inf if self.learn.n_iter is None else self.learn.n_iter]
 
     def _length(self, dl: Any) -> float:
         n = self.learn.parts.lengths.find(dl)
@@ -255,6 +259,11 @@ class Trainer(View):
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         return [cb for cb in self.callbacks if self.run.is_kind(cb, 'EarlyStopping')]
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        bars = [cb for cb in self.callbacks if self.run.is_kind(cb, 'ProgressBar')]
+        return next(iter(bars), None)
 
     checkpoint_callback = property(lambda self: next(iter(self.checkpoint_callbacks), None))
     early_stopping_callback = property(lambda self: next(iter(self.early_stopping_callbacks), None))

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,25 @@ class _FileLogger(Logger):
             with atomic_write(path) as tmp:
                 tmp.write_text(self._format_file(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
+
+    @override
+    def save_to_checkpoint(self, folder: Path) -> None:
+        "Copy the log, which a resume on another machine continues."
+        path = self.where()
+        if path.exists():
+            shutil.copyfile(path, folder / path.name)
+
+    @override
+    def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
+        "Restore a log that is missing here, or ends before the checkpoint."
+        path = self.where()
+        stored = folder / path.name
+        if not (self.learn.world.is_first and stored.exists()):
+            return
+        if path.exists() and path.stat().st_size >= stored.stat().st_size:
+            return
+        with atomic_write(path) as tmp:
+            shutil.copyfile(stored, tmp)
 
     def start_over(self) -> None:
         "Set an existing file aside: a fit with `resume=True` has found no checkpoint of the run that wrote it."

@@ -49,6 +49,7 @@ class WandbLogger(Logger):
         super().__init__(every)
         self.project = project
         self.mode = mode or os.environ.get('WANDB_MODE') or 'offline'
+        self.logs_to_service = self.mode != 'offline'
         self.folder = as_local_path(folder)
         self.options = options
         self._id = id  # id of the run

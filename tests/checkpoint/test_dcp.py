@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint
 
 from learnkit import EMA, Callback, Checkpoint
+from learnkit.checkpoint import dcp
 from learnkit.checkpoint.dcp import find_parts_folder, load_parts
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import find
@@ -292,3 +293,18 @@ def test_an_empty_folder_resumes_from_a_mirror(written, tmp_path, strategy):
     files = {p.relative_to(folder) for p in folder.rglob(f'{newest.stem}*/*')} | {Path(newest.name)}
     assert len(files) == (4 if strategy == 'fsdp' else 1)
     assert all((far / file).read_bytes() == (folder / file).read_bytes() for file in files)
+
+
+def save_without_new_group(rank, folder):
+    "Train with checkpoints in parts, and raise an error if a save makes a process group."
+
+    def refuse(*args):
+        raise AssertionError('a rank that dies here is noticed only after the timeout')
+
+    dcp.new_host_group = refuse
+    fit(rank, folder, 'fsdp', epochs=1)
+    return len(list(folder.glob('*.parts')))
+
+
+def test_a_save_makes_no_process_group(tmp_path):
+    assert run_ranks(save_without_new_group, 2, tmp_path / 'a') == [3, 3]

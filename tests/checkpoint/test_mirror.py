@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 import threading
@@ -18,10 +19,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from learnkit import Callback, Checkpoint, CheckpointError, Learner, MissingExtraError, OptionError
+from learnkit.callbacks import SaveModelCallback
 from learnkit.checkpoint import mirror as module
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import find
 from learnkit.checkpoint.mirror import Mirror
+from learnkit.loggers import CSVLogger, read_log
 from learnkit.testing import synth_learner
 from tests.checkpoint.test_folder_callback_files import Journal
 
@@ -355,3 +358,222 @@ def test_a_missing_library(url: str, library: str, package: str, monkeypatch: An
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=f'pip install {package}$'):
         Checkpoint(mirror=url)
+
+
+# -- objects that cannot be read -------------------------------------------------------------------
+
+
+def write_header(length: int, header: bytes) -> bytes:
+    return length.to_bytes(8, 'little') + header
+
+
+FOREIGN = {
+    'empty': b'',
+    'text': b'notes of somebody',
+    'header longer than the file': write_header(60, b'{}' + b' ' * 40),
+    'header over the limit': write_header(module.MAX_HEADER + 1, b'{}'),
+    'no JSON': write_header(4, b'\xff\xfe\xfd\xfc'),
+    'nested': write_header(200_000, b'[' * 200_000),
+    'no info': write_header(20, b'{"__metadata__": {}} '),
+    'a list': write_header(2, b'[]'),
+}
+
+
+@pytest.mark.parametrize('content', FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_file_is_skipped(content: bytes, tmp_path: Path, store: Any) -> None:
+    fit(tmp_path / 'a', 2)
+    store.pipe_file(f'{ROOT}/00009-ep9-ba36.ckpt', content)
+    with pytest.warns(UserWarning, match='00009-ep9-ba36.ckpt: DamagedError') as caught:
+        learn = fit(tmp_path / 'b', 3, resume='best')
+    assert len(caught) == 1
+    assert stored(store)[-1] == '00010-ep3-ba12.ckpt' and len(learn.history) == 3
+
+
+def test_only_as_much_as_the_file_has_is_read(tmp_path: Path, store: Any, monkeypatch: Any) -> None:
+    fit(tmp_path / 'a', 1)
+    store.pipe_file(f'{ROOT}/00009-ep9-ba36.ckpt', FOREIGN['header longer than the file'])
+    ends: list[int] = []
+    read = MemoryFileSystem.cat_file
+
+    def note(fs: Any, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> Any:
+        ends.append(end if '00009' in path else 0)
+        return read(fs, path, start, end, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, 'cat_file', note)
+    assert len(Mirror(URL).entries(tmp_path, True)[1]) == 1 and max(ends) == 8
+
+
+@pytest.mark.parametrize('error', [PermissionError('denied'), OSError(5, 'broken'), KeyError('x')])
+@pytest.mark.parametrize('resume', ['best', 'latest', True])
+def test_an_unreadable_object_is_named_once(
+    error: Exception, resume: Any, tmp_path: Path, store: Any, monkeypatch: Any
+) -> None:
+    fit(tmp_path / 'a', 2, cbs=[Paced()])
+    read, get = MemoryFileSystem.cat_file, MemoryFileSystem.get_file
+
+    def deny(f: Any, fs: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if '00002' in path:
+            raise error
+        return f(fs, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, 'cat_file', lambda *a, **kw: deny(read, *a, **kw))
+    monkeypatch.setattr(MemoryFileSystem, 'get_file', lambda *a, **kw: deny(get, *a, **kw))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        learn = fit(tmp_path / 'b', 3, resume=resume)  # also warns of another length
+    assert sum('00002-ep2-ba8.ckpt' in str(w.message) for w in caught) == 1
+    assert stored(store)[-1] == '00004-ep3-ba12.ckpt' and len(learn.history) == 3
+
+
+# -- exceptions that are not errors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'error', [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt(), GeneratorExit()]
+)
+def test_any_exception_is_a_failed_upload(
+    error: BaseException, tmp_path: Path, store: Any, monkeypatch: Any
+) -> None:
+    failing = Failing(monkeypatch, error)
+
+    def recover(cb: Any) -> None:
+        while cb.epoch == 1 and len(failing.times) < 3:
+            time.sleep(0.001)
+        failing.is_on = cb.epoch < 1
+
+    with pytest.warns(UserWarning, match=f'{URL} fails .{type(error).__name__}'):
+        fit(tmp_path, 2, cbs=[Callback(before_epoch=recover)])
+    assert stored(store)[-1] == '00002-ep2-ba8.ckpt'
+
+
+def test_a_canceled_request_while_the_store_is_listed(tmp_path: Path, monkeypatch: Any) -> None:
+    fit(tmp_path / 'a', 1)
+
+    def cancel(*args: Any, **kwargs: Any) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(MemoryFileSystem, 'ls', cancel)
+    with pytest.raises(CheckpointError, match=f'{URL} cannot be read .CancelledError'):
+        fit(tmp_path / 'b', 2)
+
+
+# -- stores that refuse ----------------------------------------------------------------------------
+
+
+class NoCredentialsError(Exception):
+    "As in botocore, whose errors are no `OSError`."
+
+
+@pytest.mark.parametrize(
+    'error',
+    [
+        FileNotFoundError('The specified bucket does not exist'),
+        PermissionError('Access Denied'),
+        NoCredentialsError('Unable to locate credentials'),
+        ValueError('Must provide either a connection_string or account_name'),
+    ],
+)
+@pytest.mark.parametrize('resume', [True, False, 'best'])
+def test_a_store_that_refuses_is_an_error_before_training(
+    error: Exception, resume: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(MemoryFileSystem, 'pipe_file', refuse)
+    batches: list[int] = []
+    watch = Callback(before_batch=lambda cb: batches.append(1))
+    with pytest.raises(CheckpointError, match=f'mirror={URL!r} cannot be .*{type(error).__name__}'):
+        fit(tmp_path, 2, resume=resume, cbs=[watch])
+    assert batches == [] and local(tmp_path) == []
+    monkeypatch.undo()
+    fit(tmp_path, 1, mirror=None)  # nothing stays locked
+
+
+@pytest.mark.parametrize(
+    'error', [ConnectionError('no route'), TimeoutError('slow'), OSError(5, 'server error')]
+)
+def test_a_store_that_does_not_answer_is_a_warning(
+    error: Exception, tmp_path: Path, store: Any, monkeypatch: Any
+) -> None:
+    fit(tmp_path, 1)
+    pipe = MemoryFileSystem.pipe_file
+
+    def fail(fs: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if '.probe' in path:
+            raise error
+        return pipe(fs, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, 'pipe_file', fail)
+    with (
+        pytest.warns(UserWarning, match='the newest checkpoint of'),
+        pytest.warns(UserWarning, match='fails'),
+    ):
+        learn = fit(tmp_path, 2)
+    assert len(learn.history) == 2 and stored(store)[-1] == '00002-ep2-ba8.ckpt'
+
+
+# -- files of callbacks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('mirror', [URL, None])
+def test_the_best_weights_travel(mirror: str | None, tmp_path: Path, monkeypatch: Any) -> None:
+    losses = {4: 1.0, 8: 2.0, 12: 3.0, 16: 4.0}  # the first epoch is the best
+
+    class Planned(Callback):
+        def after_loss(self) -> None:
+            if not self.training:
+                self.learn.loss = torch.tensor(losses[self.learn.time.ba])
+
+    def train(name: str, n_epoch: int) -> Learner:
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / name)
+        cbs = [Planned(), SaveModelCallback(), CSVLogger('log.csv', every='1ba')]
+        return fit(tmp_path / name / 'ckpt', n_epoch, cbs=cbs, mirror=mirror)
+
+    whole = train('whole', 4)
+    if mirror:
+        fsspec.filesystem('memory').rm(ROOT, recursive=True)
+    train('a', 2)
+    if mirror is None:  # a user copies the folder of the checkpoints alone
+        (tmp_path / 'b').mkdir()
+        shutil.copytree(tmp_path / 'a' / 'ckpt', tmp_path / 'b' / 'ckpt')
+    again = train('b', 4)
+    best = torch.load(tmp_path / 'a' / 'models' / 'model.pth', weights_only=True)
+    for name, value in best.items():
+        assert torch.equal(again.model.state_dict()[name], value)
+        assert torch.equal(whole.model.state_dict()[name], value)
+    logs = [read_log(tmp_path / name / 'log.csv') for name in ('whole', 'b')]
+    steps = [[row['step'] for row in log] for log in logs]
+    assert steps[0] == steps[1] == list(range(1, 17))
+    assert [row['loss'] for row in logs[0]] == [row['loss'] for row in logs[1]]
+
+
+def test_checkpoints_share_the_file_of_the_best_weights(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = SaveModelCallback(comp=lambda new, best: best in (float('inf'), float('-inf')))
+    fit(tmp_path / 'ckpt', 4, cbs=[saved], mirror=None, keep_last=None)
+    files = sorted(tmp_path.glob('ckpt/*.files/save_model/model.pth'))
+    assert len(files) == 4 and len({file.stat().st_ino for file in files}) == 1
+    # the file of the user is another one, which other programs may change
+    own = tmp_path / 'models' / 'model.pth'
+    assert own.stat().st_ino != files[0].stat().st_ino and own.read_bytes() == files[3].read_bytes()
+
+
+class Diary(Callback):
+    "Write to a file by hand."
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+
+def test_other_files_are_named_at_the_first_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / 'text').write_text('a')
+    with (tmp_path / 'open').open('w') as f:
+        for file in (tmp_path / 'path', str(tmp_path / 'text'), f):
+            name = getattr(file, 'name', file)
+            with pytest.warns(UserWarning, match=f'Diary .*{Path(name).name}') as caught:
+                fit(tmp_path / 'a', 3, resume=False, cbs=[Diary(file)])
+            assert len(caught) == 1
+    fit(tmp_path / 'b', 1, mirror=None, cbs=[Diary(tmp_path / 'path')])
+    fit(tmp_path / 'c', 1, resume=False, cbs=[Diary('no file'), Journal()])

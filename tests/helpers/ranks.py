@@ -21,6 +21,17 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def leave_together() -> None:
+    """Destroy a default group that a job has left open, when all ranks have come here.
+
+    The process of rank 0 holds the store: if it ended earlier, another rank could no longer create a group.
+    """
+    dist = import_module('torch.distributed')
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 @contextmanager
 def started_ranks(
     job: Callable[..., Any],  # f(rank, *arguments) returns plain values or tensors
@@ -43,7 +54,9 @@ def started_ranks(
             MASTER_PORT=str(port),
             GLOO_SOCKET_IFNAME='lo',
         )
-        return job(rank, *arguments)
+        result = job(rank, *arguments)
+        leave_together()
+        return result
 
     with ExitStack() as stack:
         yield [stack.enter_context(start(partial(live, rank))) for rank in range(n)]

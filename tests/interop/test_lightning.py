@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import BinaryAccuracy
 
-from learnkit import DataLoaders, GradientAccumulation, Learner, MixedPrecision, Replay
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, MixedPrecision, Replay
 from learnkit.core.errors import (
     CallbackError,
     FitError,
@@ -26,6 +26,7 @@ from learnkit.core.errors import (
     OptionError,
 )
 from learnkit.interop import from_lightning
+from learnkit.interop.lightning_run import NEEDED, REPLACED
 from learnkit.testing import synth_learner
 from learnkit.testing.harness import kill_and_resume
 from tests.helpers.resuming import check_every_place
@@ -532,3 +533,80 @@ def test_a_copy_of_the_learner_trains_by_itself() -> None:
         each.fit(1)
     assert_equal(learn.model, copy.model)
     assert copy.history[-1]['seen'] == learn.history[-1]['seen'] == 54
+
+
+# -- callbacks that need a LightningModule, or Lightning's Trainer ---------------------------------
+
+
+def make_lightning_callback(name: str, base: type = object, **methods: Any) -> Any:
+    "Return a callback whose class is one of Lightning's by its name and package."
+    hooks = {'on_train_end': lambda self, trainer, module: None, **methods}
+    return type(name, (base,), {'__module__': 'lightning.pytorch.callbacks', **hooks})()
+
+
+def train_plain(cb: Any, model: Any = None) -> list[int]:
+    "Train a plain model with a callback of Lightning; return the steps."
+    steps: list[int] = []
+    learn = Learner(
+        DataLoaders(BATCHES, BATCHES[:2]), model or nn.Linear(4, 2), nn.CrossEntropyLoss()
+    )
+    learn.add_cbs([from_lightning(cb), Callback(after_step=lambda cb: steps.append(1))])
+    learn.logger = noop
+    with learn.no_bar():
+        try:
+            learn.fit(1)
+        except ModelError as e:
+            assert not steps, 'it has trained before'
+            raise e
+    return steps
+
+
+@pytest.mark.parametrize(('name', 'attribute'), NEEDED.items())
+def test_a_callback_that_needs_a_module_is_an_error_before_training(
+    name: str, attribute: str
+) -> None:
+    own = make_lightning_callback(name)
+    derived = type('Mine', (type(own),), {})()
+    for cb in (own, derived):
+        with pytest.raises(ModelError, match=f'{type(cb).__name__} reads `{attribute}` of a Light'):
+            train_plain(cb)
+    model = nn.Linear(4, 2)
+    object.__setattr__(model, attribute, None)
+    assert len(train_plain(own, model)) == len(BATCHES)
+
+
+@pytest.mark.parametrize('name', REPLACED)
+def test_a_callback_that_needs_the_trainer_names_what_replaces_it(name: str) -> None:
+    with pytest.raises(CallbackError, match=f"{name} needs Lightning's own Trainer.*`"):
+        from_lightning(make_lightning_callback(name))
+
+
+def test_a_hook_that_reads_what_the_model_lacks_names_it() -> None:
+    class Reads:
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            _ = trainer.lightning_module.hparams
+
+    with pytest.raises(ModelError, match=r'Reads.on_train_start reads `hparams`.*is a Linear'):
+        train_plain(Reads())
+
+    class Fails:
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            _ = self.nothing
+
+    with pytest.raises(AttributeError, match='nothing') as caught:
+        train_plain(Fails())
+    assert not isinstance(caught.value, ModelError)
+
+
+def test_a_progress_bar_finds_itself_and_the_length_of_predictions() -> None:
+    seen: list[Any] = []
+
+    def look(self: Any, trainer: Any, module: Any) -> None:
+        seen.append((trainer.progress_bar_callback is self, trainer.num_predict_batches[0]))
+
+    bar = make_lightning_callback('ProgressBar', on_predict_batch_start=lambda *a: look(*a[:3]))
+    learn = Learner(DataLoaders(BATCHES, BATCHES[:2]), nn.Linear(4, 2), nn.CrossEntropyLoss())
+    learn.add_cb(from_lightning(bar))
+    with learn.no_bar():
+        learn.get_preds()
+    assert seen == [(True, 2), (True, 2)]
