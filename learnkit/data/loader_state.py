@@ -62,13 +62,17 @@ def capture_loader_state(dl: Any) -> State:
 def restore_loader_state(
     dl: Any,
     state: Mapping[str, Any],  # return value of `capture_loader_state` of a loader made alike
+    with_loader: bool = False,  # restore a loader's own numbers, though it has `load_state_dict`
 ) -> list[str]:  # names of generators that this loader lacks
     """Restore a loader's state, except counts that were changed neither there nor here.
 
     An epoch number is set by `set_epoch` if its owner has that method."""
     epochs = state.get('epochs', {})
     counts = state.get('counts', {})
-    for path, owner in find_parts(dl):
+    # a loader's own state includes its epoch and its counts
+    is_complete = with_loader or not hasattr(type(dl), 'load_state_dict')
+    parts = [(path, owner) for path, owner in find_parts(dl) if path or is_complete]
+    for path, owner in parts:
         epoch = epochs.get(path)
         if epoch is None or epoch == getattr(owner, 'epoch', epoch):
             continue
@@ -77,7 +81,7 @@ def restore_loader_state(
         else:
             with suppress(AttributeError):
                 owner.epoch = epoch  # a read-only property raises
-    for path, owner in find_parts(dl):
+    for path, owner in parts:
         if path not in counts:
             continue
         first, present = _read_numbers(owner)
@@ -87,6 +91,24 @@ def restore_loader_state(
         for name in present.keys() - first.keys() - counts[path].keys():
             del owner.__dict__[name]  # the first pass makes it
     return restore_own(dl, state.get('own', {}))
+
+
+def set_epochs(
+    dl: Any,
+    epoch: int,  # number of the pass that begins
+) -> None:
+    """Call `set_epoch` of a loader, its samplers and its data sets, where they have that method.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> sampler = DistributedSampler(range(3), num_replicas=1, rank=0)
+    >>> set_epochs(DataLoader(range(3), sampler=sampler), 5)
+    >>> sampler.epoch
+    5
+    """
+    for _, owner in find_parts(dl):
+        set_epoch = getattr(owner, 'set_epoch', None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
@@ -101,9 +123,7 @@ def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     for _ in range(_DEEPEST):
         inner = []
         for path, owner in found:
-            # a loader's own state includes its epoch and its counts
-            if path or not hasattr(type(owner), 'load_state_dict'):
-                yield path, owner
+            yield path, owner
             for name, value in getattr(owner, '__dict__', {}).items():
                 is_part = name in _PARTS or isinstance(value, Sampler)
                 if is_part and id(value) not in seen:
