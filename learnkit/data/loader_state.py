@@ -63,15 +63,20 @@ def restore_loader_state(
     dl: Any,
     state: Mapping[str, Any],  # return value of `capture_loader_state` of a loader made alike
     with_loader: bool = False,  # restore a loader's own numbers, though it has `load_state_dict`
+    is_loaded: bool = False,  # the loader's own state was loaded, with the states of its parts
 ) -> list[str]:  # names of generators that this loader lacks
     """Restore a loader's state, except counts that were changed neither there nor here.
 
     An epoch number is set by `set_epoch` if its owner has that method."""
     epochs = state.get('epochs', {})
     counts = state.get('counts', {})
-    # a loader's own state includes its epoch and its counts
-    is_complete = with_loader or not hasattr(type(dl), 'load_state_dict')
-    parts = [(path, owner) for path, owner in find_parts(dl) if path or is_complete]
+
+    def saves_itself(path: str, owner: Any) -> bool:
+        "Return True for a part whose own state includes its epoch and its counts."
+        is_held = is_loaded if path else not with_loader
+        return is_held and hasattr(type(owner), 'load_state_dict')
+
+    parts = [(path, owner) for path, owner in find_parts(dl) if not saves_itself(path, owner)]
     for path, owner in parts:
         epoch = epochs.get(path)
         if epoch is None or epoch == getattr(owner, 'epoch', epoch):

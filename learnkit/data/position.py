@@ -395,10 +395,10 @@ class LoaderPosition:
         dl.load_state_dict(deepcopy(self._own_state['loader']))
         if self._is_ended and _has_foreign_state(dl):
             # the loader might begin the next epoch
-            _restore_own_state(dl, self._own_state)
+            _restore_own_state(dl, self._own_state, is_loaded=True)
             return iter(())
         batches = _iterate_rest(dl)
-        _restore_own_state(dl, self._own_state)
+        _restore_own_state(dl, self._own_state, is_loaded=True)
         if has_late_start:
             batches = self._start_apart(batches)
         return self._watch(batches, n)
@@ -493,15 +493,15 @@ class LoaderPosition:
             return
         fix = _FIX_SHARED if self._draws_global else _FIX_ORDER
         warn_user(
-            f'The training loader ({type(_unshard(self.dl)).__name__}) gives other batches when it repeats the epoch: '
-            f'batch {self._n_skipped - 1} differs from the one before the checkpoint. The resumed run will train on '
-            f'other samples than an uninterrupted run. {fix}'
+            f'The training loader ({_name(self.dl)}) gives other batches when it repeats the epoch: batch '
+            f'{self._n_skipped - 1} differs from the one before the checkpoint. The rest of the epoch may have other '
+            f'samples than in an uninterrupted run. {fix}'
         )
 
     @property
     def _lacks_state(self) -> bool:
-        "True if the loader's `state_dict` has raised."
-        return _has_foreign_state(self.dl) and 'loader' not in self._own_state
+        "True if the checkpoint has no state of the loader's own, whose numbers are restored then."
+        return not _is_of_torchdata(self.dl) and self._own_state.get('loader') is None
 
     @property
     def _draws_global(self) -> bool:
@@ -524,15 +524,16 @@ def _has_index_lists(dl: Any) -> bool:
 
 
 def _has_state(dl: Any) -> bool:
+    "Return True for a loader whose own state a checkpoint holds; accelerate's wrappers hold a part of it only."
+    if dl.__class__ is not type(dl):
+        return False
     return all(
         callable(getattr(type(dl), name, None)) for name in ('state_dict', 'load_state_dict')
     )
 
 
 def _is_of_torchdata(dl: Any) -> bool:
-    "Return True for loaders of torchdata, also in a wrapper of accelerate, which has their `__class__`."
-    kinds = (*type(dl).__mro__, *dl.__class__.__mro__)
-    return any(kind.__module__.partition('.')[0] == 'torchdata' for kind in kinds)
+    return any(kind.__module__.partition('.')[0] == 'torchdata' for kind in type(dl).__mro__)
 
 
 def _is_stateful_dataloader(dl: Any) -> bool:
@@ -589,6 +590,14 @@ def _iterate_rest(dl: Any) -> Iterator[Any]:
 
 def _unshard(dl: Any) -> Any:
     return dl.source if isinstance(dl, Shard) else dl
+
+
+def _name(dl: Any) -> str:
+    "Return the types of a loader and of its data set."
+    dl = _unshard(dl)
+    dataset = getattr(dl, 'dataset', None)
+    name = type(dl).__name__
+    return name if dataset is None else f'{name} of {type(dataset).__name__}'
 
 
 def _count_ranks(dl: Any) -> int:
@@ -703,8 +712,10 @@ def _capture_generators(dl: Any) -> State:
     return {GLOBAL: capture_rng(devices=False), **capture_own(_unshard(dl))}
 
 
-def _restore(dl: Any, state: State | None, with_loader: bool = False) -> list[str]:
-    "Restore a state of `_capture`; return the names of generators that the loader lacks."
+def _restore(
+    dl: Any, state: State | None, with_loader: bool = False, is_loaded: bool = False
+) -> list[str]:
+    "Restore a state of `_capture`, as `restore_loader_state`; return the names of generators that the loader lacks."
     if state is None:
         return []
     if isinstance(dl, Shard):
@@ -712,12 +723,15 @@ def _restore(dl: Any, state: State | None, with_loader: bool = False) -> list[st
             return _restore(dl.source, state)
     if 'rng' in state:
         restore_rng(state['rng'])
-    return restore_loader_state(dl, state, with_loader)
+    return restore_loader_state(dl, state, with_loader, is_loaded)
 
 
-def _restore_own_state(dl: Any, state: State, with_loader: bool = False) -> None:
+def _restore_own_state(
+    dl: Any, state: State, with_loader: bool = False, is_loaded: bool = False
+) -> None:
     "Restore a loader's state, and warn of generators that the loader lacks."
-    warn_of_missing_generators('training loader', _restore(dl, state, with_loader))
+    missing = _restore(dl, state, with_loader, is_loaded)
+    warn_of_missing_generators('training loader', missing)
 
 
 def warn_of_missing_generators(

@@ -75,9 +75,7 @@ class Run:
         return (self.ids, self.weights, self.history) == (other.ids, other.weights, other.history)
 
 
-def train(
-    make: Callable[[], Any], folder: Path, kills: tuple[int, ...] = (), seed: int = 0
-) -> Run:
+def train(make: Callable[[], Any], folder: Path, kills: tuple[int, ...] = (), seed: int = 0) -> Run:
     "Train three epochs, killed before some batches and resumed each time with new objects and generators."
     run = Run()
     for life, kill_before in enumerate((*kills, None)):
