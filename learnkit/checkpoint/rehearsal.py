@@ -299,6 +299,14 @@ def _mark_container(value: Any, depth: int, seen: set[int], held: Container[int]
     return len(value), [_mark(item, depth - 1, seen, held) for item in items]
 
 
+def _find_length(iterator: Iterator[Any]) -> int | None:
+    "Return the number of entries left, or None if it is unknown: loaders raise any type of error."
+    try:
+        return length_hint(iterator, 0)
+    except Exception:
+        return None
+
+
 def _list_parts(value: Any) -> Iterator[Any]:
     "Yield what a function, a method or an object of the user's keeps; generators of random numbers by their state."
     if state_setter(value) is not None:
@@ -314,7 +322,7 @@ def _list_parts(value: Any) -> Iterator[Any]:
     elif type(value).__module__ == 'itertools':
         yield repr(value)
     elif not _is_foreign(value):
-        yield length_hint(value, 0) if isinstance(value, Iterator) else None
+        yield _find_length(value) if isinstance(value, Iterator) else None
         yield from getattr(value, '__dict__', {}).items()
         yield from (getattr(value, name, None) for name in getattr(type(value), '__slots__', ()))
         text = repr(value)

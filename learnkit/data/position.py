@@ -470,32 +470,42 @@ class LoaderPosition:
         return self._watch(batches, n)
 
     def _draw_again(self, batches: Iterator[Any], n: int) -> None:
-        "Draw the consumed batches, and warn if the last one differs from the batch that was trained on."
+        """Draw the consumed batches, and warn if the last one differs from the batch that was trained on.
+
+        Raises `CheckpointError` if there are fewer."""
         batch = None
+        after_first: State | None = None
         for i in range(n):
             if i == n - 1 and self._before_last is not None:
                 restore_rng(self._before_last)
             batch = next(batches, _END)
+            rng = capture_rng(devices=False) if batch is _END or i in (0, n - 1) else None
+            after_first = after_first or rng
             if batch is _END:
-                raise _error_of_early_end(i, n, self._draws_global)
+                is_shared = self._draws_global or not are_equal(after_first, rng)
+                raise _error_of_early_end(i, n, is_shared)
         if n and self._digest is not None:
-            self._compare(digest_batch(hold_batch(batch)))
+            is_shared = self._draws_global or not are_equal(after_first, rng)
+            self._compare(digest_batch(hold_batch(batch)), is_shared)
 
-    def _compare(self, again: Digest) -> None:
-        "Warn if the digest of the last consumed batch differs from the saved one."
+    def _compare(
+        self,
+        again: Digest,  # digest of the last consumed batch
+        is_shared: bool,  # whether batches are drawn from a global generator
+    ) -> None:
+        "Warn if the last consumed batch differs from the saved one."
         own = capture_own(_unshard(self.dl))
-        is_shared = self._draws_global or any(
+        may_vary = is_shared or any(
             not are_equal(own.get(path), state)
             for path, state in self._own_state.get('own', {}).items()
             if not belongs_to_sampler(path)
         )
-        if not differs(self._digest or {}, again, everywhere=is_shared):
+        if not differs(self._digest or {}, again, everywhere=may_vary):
             return
-        fix = _FIX_SHARED if self._draws_global else _FIX_ORDER
         warn_user(
             f'The training loader ({_name(self.dl)}) gives other batches when it repeats the epoch: batch '
             f'{self._n_skipped - 1} differs from the one before the checkpoint. The rest of the epoch may have other '
-            f'samples than in an uninterrupted run. {fix}'
+            f'samples than in an uninterrupted run. {_FIX_SHARED if is_shared else _FIX_ORDER}'
         )
 
     @property

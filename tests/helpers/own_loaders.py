@@ -7,19 +7,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner
-from learnkit.core.errors import CheckpointError
+from learnkit.core.errors import CheckpointError, EmptyLoaderError
 from tests.helpers.resuming import scramble
 
 N, BS, N_EPOCH = 64, 4, 3
 N_BATCHES = N // BS
-PLACES = (5, 21, 32)  # batches, over all epochs, before which a run is killed
+PLACES = (5, 21, 32)  # numbers of batches, over all epochs, after which a run is killed
 
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(11))
 
@@ -47,14 +50,13 @@ class Watch(Callback):
 
     order = -1000
 
-    def __init__(self, ids: list[list[int]], kill_before: int | None) -> None:
-        self._ids, self._kill_before = ids, kill_before
+    def __init__(self, ids: list[list[int]], kill: Callable[[int], None]) -> None:
+        self._ids, self._kill = ids, kill
 
     def before_batch(self) -> None:
         if not self.learn.training:
             return
-        if len(self._ids) == self._kill_before:
-            raise Killed
+        self._kill(len(self._ids))
         self._ids.append(self.learn.yb[0].flatten().int().tolist())
 
     def state_dict(self) -> None:
@@ -75,43 +77,56 @@ class Run:
         return (self.ids, self.weights, self.history) == (other.ids, other.weights, other.history)
 
 
-def train(make: Callable[[], Any], folder: Path, kills: tuple[int, ...] = (), seed: int = 0) -> Run:
-    "Train three epochs, killed before some batches and resumed each time with new objects and generators."
-    run = Run()
-    for life, kill_before in enumerate((*kills, None)):
-        scramble(100 * seed + life)
+def make_learner(dl: Any, folder: Path, cbs: list[Any]) -> Learner:
+    "Return a Learner with dropout and Adam, whose weights are the same in each process."
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    return Learner(
+        DataLoaders(dl, [batch_of([0, 1])]),
+        model,
+        nn.MSELoss(),
+        opt_func=torch.optim.Adam,
+        lr=0.01,
+        cbs=[Checkpoint('1ba', folder, preemption=False, background=False), *cbs],
+    )
+
+
+def live(
+    run: Run, make: Callable[[], Any], folder: Path, seed: int, kill: Callable[[int], None]
+) -> None:
+    "Train or resume in new objects, with other states of the generators in each life."
+    scramble(seed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', "'set_vital' is deprecated")  # torchdata's own affair
         dl = make()
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        scramble(100 * seed + 50 + (life if life else 0))
-        saving = Checkpoint('1ba', folder, preemption=False, background=False)
-        learn = Learner(
-            DataLoaders(dl, [batch_of([0, 1])]),
-            model,
-            nn.MSELoss(),
-            opt_func=torch.optim.Adam,
-            lr=0.01,
-            cbs=[saving, Watch(run.ids, kill_before)],
-        )
-        with warnings.catch_warnings(record=True) as caught, learn.no_bar(), learn.no_logging():
-            warnings.simplefilter('always')
-            try:
-                learn.fit(N_EPOCH, resume=True)
-            except Killed:
-                pass
-            except CheckpointError as e:
-                run.error = str(e)
-        run.warnings += [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-        if run.error:
-            return run
-    run.weights = [t for p in model.parameters() for t in p.flatten().tolist()]
+    learn = make_learner(dl, folder, [Watch(run.ids, kill)])
+    scramble(50 + seed)
+    with warnings.catch_warnings(record=True) as caught, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        try:
+            learn.fit(N_EPOCH, resume=True)
+        except Killed:
+            pass
+        except (CheckpointError, EmptyLoaderError) as e:
+            run.error = str(e)
+    run.warnings += [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    run.weights = [t for p in learn.model.parameters() for t in p.flatten().tolist()]
     run.history = [[row[k] for k in row if k != 'time'] for row in learn.history]
+
+
+def train(make: Callable[[], Any], folder: Path, kills: tuple[int, ...] = ()) -> Run:
+    "Train three epochs, killed before some batches and resumed each time."
+    run = Run()
+    for life, n in enumerate((*kills, None)):
+
+        def kill(n_drawn: int, n: int | None = n) -> None:
+            if n_drawn == n:
+                raise Killed
+
+        live(run, make, folder, life, kill)
+        if run.error:
+            break
     return run
-
-
-def resume_at(make: Callable[[], Any], folder: Path, *kills: int) -> tuple[Run, Run]:
-    "Return a run without a stop, and a run that is killed and resumed."
-    return train(make, folder / 'whole'), train(make, folder / 'killed', kills)
 
 
 # -- loaders with state ----------------------------------------------------------------------------
@@ -284,3 +299,174 @@ class Noisy:
         for i in range(N_BATCHES):
             x, y = batch_of(list(range(i * BS, (i + 1) * BS)))
             yield x + 0.1 * torch.randn_like(x), y + 0.1 * torch.rand_like(y)
+
+
+class Mixture(IterableDataset[Any]):
+    "Mixes two sources by torch's global generator, and ends with the first that has ended."
+
+    def __iter__(self) -> Iterator[Any]:
+        sources = [iter(range(0, N, 2)), iter(range(1, N, 2))]
+        while (i := next(sources[int(torch.rand(()) < 0.5)], None)) is not None:
+            yield X[i], torch.tensor([float(i)])
+
+
+class Ending(IterableDataset[Any]):
+    "Has as many samples as torch's global generator decides."
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(N):
+            if i >= 12 and torch.rand(()) < 0.1:
+                return
+            yield X[i], torch.tensor([float(i)])
+
+
+class ByEpoch(IterableDataset[Any]):
+    "Shuffles by the epoch that the training sets; its state is loaded in the epoch that saved it only."
+
+    def __init__(self) -> None:
+        self.epoch, self.i = 0, 0
+        self.loaded: dict[str, int] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        is_rest = self.loaded.get('epoch') == self.epoch
+        for i in range(self.loaded['i'] if is_rest else 0, N):
+            self.i = i + 1
+            k = order_of(self.epoch)[i]
+            yield X[k], torch.tensor([float(k)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {'epoch': self.epoch, 'i': self.i}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = dict(state)
+
+
+class Sticky(ByEpoch):
+    "Begins each pass after a load at the loaded position."
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.loaded = {**self.loaded, 'epoch': epoch} if self.loaded else {}
+
+
+class Prefetching(Seeding):
+    "Makes its batches in a thread, three ahead."
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.i == 0:
+            self.epoch += 1
+        torch.empty((), dtype=torch.int64).random_()
+        order, first = order_of(self.epoch), self.i
+        made: Queue[Any] = Queue(3)
+
+        def work() -> None:
+            for i in range(first, N_BATCHES):
+                made.put(self.collate(order[i * BS : (i + 1) * BS]))
+            made.put(None)
+
+        Thread(target=work, daemon=True).start()
+        while (batch := made.get()) is not None:
+            self.i += 1
+            yield batch
+        self.i = 0
+
+
+class SharedMemory(Seeding):
+    "Gives views of two slots in shared memory, which it fills in turn."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = torch.zeros(2, BS, 7).share_memory_()
+
+    def collate(self, ids: list[int]) -> Any:
+        slot = self.slots[self.i % 2]
+        slot[:, :6], slot[:, 6] = X[ids], torch.tensor(ids, dtype=torch.float32)
+        return slot[:, :6], slot[:, 6:]
+
+
+class Weighted(Seeding):
+    "Mixes two sources by weight with its own generator; its state is the generator and both positions."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.at = np.random.default_rng(1), [0, 0]
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.empty((), dtype=torch.int64).random_()
+        while self.i < N_BATCHES:
+            self.i += 1
+            yield batch_of([self.draw() for _ in range(BS)])
+        self.i = 0
+
+    def draw(self) -> int:
+        source = int(self.rng.random() < 0.3)
+        self.at[source] += 1
+        return (2 * self.at[source] + source) % N
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'i': self.i, 'at': list(self.at), 'rng': self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.i, self.at = state['i'], list(state['at'])
+        self.rng.bit_generator.state = state['rng']
+
+
+class Ordered(Dataset[Any]):
+    "Samples of fixed inputs, with noise from a global generator of the process that fetches them."
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i] + 0.1 * torch.rand(6), torch.tensor([float(i)])
+
+
+class Endless(Sampler[list[int]]):
+    "A batch sampler whose `__len__` raises."
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error, self.n_passes = error, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.n_passes += 1
+        order = order_of(self.n_passes)
+        return iter([order[i * BS : (i + 1) * BS] for i in range(N_BATCHES)])
+
+    def __len__(self) -> int:
+        raise self.error('not known yet')
+
+
+class Counting(Iterator[Any]):
+    "Iterator of batches whose `__len__` raises, as Lightning's `CombinedLoader`."
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error, self.i = error, 0
+
+    def __iter__(self) -> Counting:
+        self.i = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.i == N_BATCHES:
+            raise StopIteration
+        self.i += 1
+        return batch_of(list(range(BS * self.i - BS, BS * self.i)))
+
+    def __len__(self) -> int:
+        raise self.error('not known yet')
+
+
+class Wrapping:
+    "Gives the batches of another loader."
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
