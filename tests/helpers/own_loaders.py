@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -92,14 +92,21 @@ def make_learner(dl: Any, folder: Path, cbs: list[Any]) -> Learner:
 
 
 def live(
-    run: Run, make: Callable[[], Any], folder: Path, seed: int, kill: Callable[[int], None]
+    run: Run,
+    make: Callable[[], Any],  # makes the training loader
+    folder: Path,
+    seed: int,
+    kill: Callable[
+        [int], None
+    ],  # f(n): called before each batch with the number of batches trained on
+    cbs: Sequence[Callback] = (),
 ) -> None:
     "Train or resume in new objects, with other states of the generators in each life."
     scramble(seed)
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', "'set_vital' is deprecated")  # torchdata's own affair
         dl = make()
-    learn = make_learner(dl, folder, [Watch(run.ids, kill)])
+    learn = make_learner(dl, folder, [Watch(run.ids, kill), *cbs])
     scramble(50 + seed)
     with warnings.catch_warnings(record=True) as caught, learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
