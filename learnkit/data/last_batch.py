@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from learnkit.core.plain import ATOMS, as_plain, is_dense
 # by the place of an entry: its version (-1: any), and a hash of its content
 Digest = dict[str, tuple[int, str]]
 
-_LARGEST = 1 << 22  # elements of a tensor whose content is hashed whole
+_LARGEST = 1 << 18  # elements of a tensor whose content is hashed whole
 _ANY = -1
 
 
@@ -88,7 +89,8 @@ def _list_entries(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 def _digest_entry(value: Any) -> tuple[int, str]:
     "Return the version and the hash of an entry; an unchanged copy on a device may be of a tensor of any version."
     if isinstance(value, np.ndarray):
-        return _ANY, _hash(value.shape, value.dtype, np.ascontiguousarray(value).tobytes())
+        part = np.ascontiguousarray(_shorten(value))
+        return _ANY, _hash(value.shape, value.dtype, part.tobytes())
     if not isinstance(value, Tensor):
         return _ANY, _hash(type(value).__name__, repr(value))
     is_unchanged_copy = not value.is_cpu and value._version == 0
@@ -98,14 +100,16 @@ def _digest_entry(value: Any) -> tuple[int, str]:
     return version, _hash(tuple(value.shape), value.dtype, content)
 
 
-def _shorten(t: Tensor) -> Tensor:
-    "Return the middle of the inner dimensions of a large tensor, with a part of each sample."
-    for dim in range(t.ndim - 1, 0, -1):
-        if t.numel() <= _LARGEST:
+def _shorten(value: Any) -> Any:
+    "Return the middle of the inner dimensions of a large tensor or array, with a part of each sample."
+    for dim in range(value.ndim - 1, 0, -1):
+        size = prod(value.shape)
+        if size <= _LARGEST:
             break
-        n = max(1, t.shape[dim] * _LARGEST // t.numel())
-        t = t.narrow(dim, (t.shape[dim] - n) // 2, n)
-    return t
+        n = max(1, value.shape[dim] * _LARGEST // size)
+        first = (value.shape[dim] - n) // 2
+        value = value[(*[slice(None)] * dim, slice(first, first + n))]
+    return value
 
 
 def _hash(kind: Any, form: Any, content: Any = b'') -> str:

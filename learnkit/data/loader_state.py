@@ -23,6 +23,8 @@ State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribu
 _NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
 _DEEPEST = 3
+_DEEPEST_NODE = 8  # of a loader that is built of nodes
+_LEAF_PACKAGES = ('builtins', 'torch', 'numpy', 'learnkit')  # whose objects hold no node of a loader
 # numbers of an owner as they were first seen, by the owner's id
 _first_numbers: dict[int, dict[str, Any]] = {}
 
@@ -135,6 +137,26 @@ def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
                     seen.add(id(value))
                     inner.append((f'{path}.{name}'.removeprefix('.'), value))
         found = inner
+
+
+def find_out_of_order(dl: Any) -> list[str]:
+    "Return the types of a loader, and of the nodes that it is built of, whose workers finish in any order."
+    found = []
+    owners = [dl]
+    seen = {id(dl)}
+    for _ in range(_DEEPEST_NODE):
+        inner = []
+        for owner in owners:
+            attributes = getattr(owner, '__dict__', {})
+            if attributes.get('in_order', True) is False and attributes.get('num_workers', 1):
+                found.append(type(owner).__name__)
+            for value in attributes.values():
+                is_node = type(value).__module__.partition('.')[0] not in _LEAF_PACKAGES
+                if is_node and hasattr(value, '__dict__') and id(value) not in seen:
+                    seen.add(id(value))
+                    inner.append(value)
+        owners = inner
+    return found
 
 
 def _counts(owner: Any) -> bool:

@@ -38,6 +38,7 @@ from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
 from learnkit.data.last_batch import Digest, differs, digest_batch, hold_batch
 from learnkit.data.loader_state import (
     capture_loader_state,
+    find_out_of_order,
     find_own_parts,
     restore_loader_state,
     set_epochs,
@@ -245,14 +246,15 @@ class LoaderPosition:
     ) -> list[str]:
         "Return why a run resumed here would draw other random numbers or samples, as far as that can be found."
         dl = self.dl
-        if self.start is None or not n_drawn or not _has_index_lists(dl):
+        if self.start is None or not n_drawn:
             return []
-        lost = []
-        if not dl.in_order and dl.num_workers:
-            lost.append(
-                'A DataLoader with in_order=False gives batches as its workers finish them: some come twice and some '
-                'not at all in an epoch that is resumed. Exact: in_order=True.'
-            )
+        lost = [
+            f'A {kind} with in_order=False gives batches as its workers finish them: some come twice and some not at '
+            'all in an epoch that is resumed. Exact: in_order=True.'
+            for kind in find_out_of_order(_unshard(dl))
+        ]
+        if not _has_index_lists(dl):
+            return lost
         if dl.persistent_workers:
             lost.append(
                 'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '

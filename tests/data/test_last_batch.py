@@ -55,7 +55,8 @@ def test_equal_batches_do_not_differ(kind: str) -> None:
         (X, X.reshape(3, 2)),
         (X.numpy(), X.numpy() + 1),
         (torch.zeros(3), -torch.zeros(3)),
-        (torch.zeros(4, 3000, 900), torch.eye(4).repeat(1, 750)[:, :, None].expand(4, 3000, 900)),
+        (torch.zeros(4, 3000, 90), torch.eye(4).repeat(1, 750)[:, :, None].expand(4, 3000, 90)),
+        (np.zeros((4, 300000)), np.zeros((4, 300000)) + np.arange(4)[:, None]),
     ],
 )
 def test_other_batches_differ(first: Any, again: Any) -> None:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from tests.helpers import own_loaders as own
 from tests.helpers.forks import start
@@ -126,6 +126,20 @@ def test_an_epoch_that_is_shorter_when_it_is_repeated_is_refused(tmp_path: Path)
     refused = [text for text in errors if text]
     assert refused and all('from which the model or other code draws' in text for text in refused)
     assert not any('data have changed' in text for text in refused)
+
+
+def test_nodes_out_of_order_are_named_at_the_first_checkpoint(tmp_path: Path) -> None:
+    nodes = pytest.importorskip('torchdata.nodes')
+
+    def make(in_order: bool) -> Any:
+        sampler = SequentialSampler(range(own.N))
+        batches = nodes.Batcher(nodes.SamplerWrapper(sampler), own.BS)
+        options = {'num_workers': 2, 'method': 'thread', 'in_order': in_order}
+        return nodes.Loader(nodes.ParallelMapper(batches, own.batch_of, **options))
+
+    texts = train(lambda: make(False), tmp_path / 'a').warnings
+    assert 'A ParallelMapper with in_order=False' in texts[0]
+    assert not train(lambda: make(True), tmp_path / 'b', (21,)).warnings
 
 
 # ------------------------------------------------------------------------------- unknown lengths
