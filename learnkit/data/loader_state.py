@@ -24,7 +24,12 @@ _NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
 _DEEPEST = 3
 _DEEPEST_NODE = 8  # of a loader that is built of nodes
-_LEAF_PACKAGES = ('builtins', 'torch', 'numpy', 'learnkit')  # whose objects hold no node of a loader
+_LEAF_PACKAGES = (
+    'builtins',
+    'torch',
+    'numpy',
+    'learnkit',
+)  # whose objects hold no node of a loader
 # numbers of an owner as they were first seen, by the owner's id
 _first_numbers: dict[int, dict[str, Any]] = {}
 

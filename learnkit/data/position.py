@@ -11,8 +11,8 @@ is restored depends on the loader:
 - Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own
   start.
 
-The first lines of a loader whose `__iter__` is a generator function run when its first batch is drawn. What it draws
-there, such as a seed for workers, belongs to the start of the pass. The first batch after a resume from the loader's
+A loader may start a pass when the first batch is drawn, as its `__iter__` is a generator function. What it draws then,
+such as a seed for workers, belongs to the start of the pass. The first batch after a resume from the loader's
 state is therefore drawn with the generators as they were at the start of the pass, which are restored afterwards. If
 the batches themselves are drawn from these generators, the epoch is iterated from its start instead."""
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
-from inspect import isgenerator
 from itertools import chain, islice
 from typing import Any, Self
 from weakref import finalize
@@ -63,7 +62,7 @@ _FIX_ORDER = (
 )
 _FIX_SHARED = (
     'It selects samples by a global random generator, from which the model or other code draws as well. Exact: a '
-    'generator of its own, in an attribute of the loader or the data set.'
+    'separate generator, in an attribute of the loader or the data set.'
 )
 _END = object()  # marks the end of a loader, as the default of `next`
 _reported: set[int] = set()  # ids of the loaders whose `state_dict` has raised, and was reported
@@ -100,14 +99,12 @@ class LoaderPosition:
         self.n_workers = getattr(dl, 'num_workers', 0) or 0
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
-        self.number: int | None = (
-            None  # number of the pass, for `set_epoch`; None: it is not called
-        )
+        # number of the pass, for `set_epoch`; None: it is not called
+        self.number: int | None = None
         # generators of this process that a batch after the first is drawn from: paths of own ones, and `GLOBAL`
         self.draws: list[str] | None = None  # None: unknown yet
-        self._before_last: State | None = (
-            None  # global generators before the last batch, if it draws
-        )
+        # global generators before the last batch, if it is drawn from them
+        self._before_last: State | None = None
         # of a resumed position: number of batches to skip, the loader's own state after them, the last batch's digest,
         # and whether no batch is left
         self._n_skipped = 0
@@ -164,13 +161,11 @@ class LoaderPosition:
             set_epochs(_unshard(dl), self.number)
         self._workers_ran = self.workers > 0 and workers_run(dl)
         self.start = _capture(dl, with_global=True)
-        batches = iter(dl)
-        if _has_foreign_state(dl):
-            if isgenerator(batches):  # which has not started yet
-                with suppress(Exception):  # a checkpoint warns of it
-                    self.start['loader'] = deepcopy(dl.state_dict())
-            batches = self._begin_again_if_empty(batches)
-        return self._watch(batches, 0)
+        if not _has_foreign_state(dl):
+            return self._watch(iter(dl), 0)
+        with suppress(Exception):  # a checkpoint warns of it
+            self.start['loader'] = deepcopy(dl.state_dict())
+        return self._watch(self._begin_again_if_empty(iter(dl)), 0)
 
     def state_dict(
         self,
@@ -390,18 +385,21 @@ class LoaderPosition:
     def _resume_by_state(self, n: int) -> Iterator[Any]:
         "Return the batches that remain after the loader's own state is loaded."
         dl = self.dl
-        has_late_start = self.start is not None and 'loader' in self.start
-        if has_late_start and not self._is_ended and (self.draws is None or GLOBAL in self.draws):
+        is_foreign = _has_foreign_state(dl)
+        # if a batch is drawn from global generators, what its pass draws when it starts cannot be told apart
+        can_start_apart = self.draws is not None and GLOBAL not in self.draws
+        has_start = self.start is not None and 'loader' in self.start
+        if is_foreign and has_start and not can_start_apart and not self._is_ended:
             return self._replay(n)
         _restore(dl, self.start)  # the loader may draw its order again
         dl.load_state_dict(deepcopy(self._own_state['loader']))
-        if self._is_ended and _has_foreign_state(dl):
+        if is_foreign and self._is_ended:
             # the loader might begin the next epoch
             _restore_own_state(dl, self._own_state, is_loaded=True)
             return iter(())
         batches = _iterate_rest(dl)
         _restore_own_state(dl, self._own_state, is_loaded=True)
-        if has_late_start:
+        if is_foreign and can_start_apart:
             batches = self._start_apart(batches)
         return self._watch(batches, n)
 

@@ -37,6 +37,11 @@ class Lengths:
         "Return the attributes without the corrections: a copy has other loaders."
         return {'_corrections': {}, 'usual': None, 'was_resumed': False}
 
+    def begin_fit(self) -> None:
+        "Forget the epochs of earlier fits, whose loader may have been another one."
+        self.usual = None
+        self.was_resumed = False
+
     def find(self, dl: Any) -> int | None:
         "Return the number of batches of a loader, or None if it is unknown."
         n = n_batches(dl)

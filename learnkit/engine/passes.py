@@ -247,6 +247,7 @@ class TrainingPasses(Source):
     def begin_fit(self, learn: Learner) -> None:
         "Note the loader as a resumed fit would find it."
         self.first = describe_drawn(learn.dls.train)
+        learn.parts.lengths.begin_fit()
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Start the next pass at the position of a checkpoint."

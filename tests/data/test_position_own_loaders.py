@@ -1,4 +1,4 @@
-"""Loaders of one's own in runs that are killed at three places and resumed, against a run without a stop."""
+"""Custom loaders in runs that are killed at three places and resumed, against a run without a stop."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ EXACT = {
     kind.__name__: kind
     for kind in (
         own.Seeding,
+        own.Starting,
         own.NextEpoch,
         own.EndOfEpoch,
         own.Augmenting,

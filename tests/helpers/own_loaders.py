@@ -1,4 +1,4 @@
-"""Loaders of one's own, and runs that are killed and resumed: samples, weights and history of each."""
+"""Custom loaders, and runs that are killed and resumed: samples, weights and history of each."""
 
 from __future__ import annotations
 
@@ -167,6 +167,33 @@ class Seeding:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.i = state['epoch'], state['i']
+
+
+class SeedingIterator(Iterator[Any]):
+    "Iterator of `Starting`."
+
+    def __init__(self, dl: Seeding) -> None:
+        self.dl = dl
+        self.order: list[int] = []
+
+    def __next__(self) -> Any:
+        dl = self.dl
+        if not self.order:
+            dl.epoch += dl.i == 0
+            torch.empty((), dtype=torch.int64).random_()
+            self.order = order_of(dl.epoch)
+        if dl.i == N_BATCHES:
+            dl.i = 0
+            raise StopIteration
+        dl.i += 1
+        return dl.collate(self.order[(dl.i - 1) * BS : dl.i * BS])
+
+
+class Starting(Seeding):
+    "Its iterator, which is no generator, starts a pass with the first batch."
+
+    def __iter__(self) -> Iterator[Any]:
+        return SeedingIterator(self)
 
 
 class NextEpoch(Seeding):

@@ -1,4 +1,4 @@
-"""Cases: loaders of one's own in a run that is killed and resumed, against the run without a stop."""
+"""Cases: custom loaders in a run that is killed and resumed, against the run without a stop."""
 
 from __future__ import annotations
 
