@@ -100,6 +100,11 @@ def is_optimizer(value: Any) -> bool:
     return _takes(lambda: decode_optimizer(value))
 
 
+def is_digest(value: Any) -> bool:
+    "the version and the hash of an entry of a batch"
+    return isinstance(value, (tuple, list)) and [*map(type, value)] == [int, str]
+
+
 def is_rng(value: Any) -> bool:
     "the states of the global generators"
     with preserved_rng():
@@ -149,6 +154,11 @@ _POSITION = {
     'n': is_count,
     'n_before': is_count,
     'ranks': Optional(is_count),
+    'number': Optional(Maybe(int)),
+    'draws': Optional(Maybe(Each(str, list))),
+    'before_last': Optional(Maybe(is_rng)),
+    'digest': Optional(Maybe(Each(is_digest))),
+    'is_ended': Optional(bool),
     'start': Maybe({**_LOADER, 'rng': Optional(is_rng)}),
     'now': _LOADER,
     'workers': is_count,
@@ -169,6 +179,7 @@ _LOOP = {
     'stage': Maybe(is_count),
     'n_iter': Maybe(is_count),
     'length': Optional(Maybe(is_count)),  # batches of a complete epoch, if not the loader's `len()`
+    'usual_length': Optional(Maybe(is_count)),  # batches of each complete epoch, 0 if they differ
     'n_epoch': Maybe(is_count),
     'stopping': bool,
     'done': _COUNTS,

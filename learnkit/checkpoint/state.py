@@ -157,6 +157,7 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         'stage': learn.stage,
         'n_iter': learn.n_iter,
         'length': learn.parts.lengths.correction(learn.dls.train),
+        'usual_length': learn.parts.lengths.usual,
         'n_epoch': learn.n_epoch,
         'stopping': learn.run.stopping,
         'done': learn.parts.counters.by_unit(),
@@ -459,6 +460,8 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
         setattr(learn, name, loop[name])
     learn.n_iter = loop['n_iter']
     learn.parts.lengths.correct(learn.dls.train, loop.get('length'))
+    learn.parts.lengths.usual = loop.get('usual_length')
+    learn.parts.lengths.was_resumed = True
     learn.parts.passes.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:

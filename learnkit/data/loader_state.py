@@ -22,6 +22,7 @@ State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribu
 
 NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
+_NODES = ('root', 'source', 'dataset')  # attributes by which a loader built of nodes has its nodes
 # numbers of an owner as they were first seen, by the owner's id
 _first_numbers: dict[int, dict[str, Any]] = {}
 
@@ -61,13 +62,22 @@ def capture_loader_state(dl: Any) -> State:
 def restore_loader_state(
     dl: Any,
     state: Mapping[str, Any],  # return value of `capture_loader_state` of a loader made alike
+    with_loader: bool = False,  # restore a loader's own numbers, though it has `load_state_dict`
+    is_loaded: bool = False,  # the loader's own state was loaded, with the states of its parts
 ) -> list[str]:  # names of generators that this loader lacks
     """Restore a loader's state, except counts that were changed neither there nor here.
 
     An epoch number is set by `set_epoch` if its owner has that method."""
     epochs = state.get('epochs', {})
     counts = state.get('counts', {})
-    for path, owner in find_parts(dl):
+
+    def saves_itself(path: str, owner: Any) -> bool:
+        "Return True for a part whose own state includes its epoch and its counts."
+        is_held = is_loaded if path else not with_loader
+        return is_held and hasattr(type(owner), 'load_state_dict')
+
+    parts = [(path, owner) for path, owner in find_parts(dl) if not saves_itself(path, owner)]
+    for path, owner in parts:
         epoch = epochs.get(path)
         if epoch is None or epoch == getattr(owner, 'epoch', epoch):
             continue
@@ -76,7 +86,7 @@ def restore_loader_state(
         else:
             with suppress(AttributeError):
                 owner.epoch = epoch  # a read-only property raises
-    for path, owner in find_parts(dl):
+    for path, owner in parts:
         if path not in counts:
             continue
         first, present = _read_numbers(owner)
@@ -86,6 +96,24 @@ def restore_loader_state(
         for name in present.keys() - first.keys() - counts[path].keys():
             del owner.__dict__[name]  # the first pass makes it
     return restore_own(dl, state.get('own', {}))
+
+
+def set_epochs(
+    dl: Any,
+    epoch: int,  # number of the pass that begins
+) -> None:
+    """Call `set_epoch` of a loader, its samplers and its data sets, where they have that method.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> sampler = DistributedSampler(range(3), num_replicas=1, rank=0)
+    >>> set_epochs(DataLoader(range(3), sampler=sampler), 5)
+    >>> sampler.epoch
+    5
+    """
+    for _, owner in find_parts(dl):
+        set_epoch = getattr(owner, 'set_epoch', None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
@@ -98,14 +126,27 @@ def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     found = [('', dl)]
     seen = {id(dl)}
     for path, owner in found:  # grows during the loop
-        # a loader's own state includes its epoch and its counts
-        if path or not hasattr(type(owner), 'load_state_dict'):
-            yield path, owner
+        yield path, owner
         for name, value in getattr(owner, '__dict__', {}).items():
             is_part = name in _PARTS or isinstance(value, Sampler)
             if is_part and id(value) not in seen:
                 seen.add(id(value))
                 found.append((f'{path}.{name}'.removeprefix('.'), value))
+
+
+def find_out_of_order(dl: Any) -> list[str]:
+    "Return the types of a loader, and of the nodes that it is built of, whose workers finish in any order."
+    owners = [dl]
+    found = []
+    seen = {id(dl)}
+    for owner in owners:  # grows during the loop
+        if getattr(owner, 'in_order', True) is False and getattr(owner, 'num_workers', 1):
+            found.append(type(owner).__name__)
+        for part in (getattr(owner, name, None) for name in _NODES):
+            if id(part) not in seen:
+                seen.add(id(part))
+                owners.append(part)
+    return found
 
 
 def _counts(owner: Any) -> bool:

@@ -9,45 +9,69 @@ is restored depends on the loader:
   again, because the workers' random generators have to reach their former states.
 - A loader with `state_dict` and `load_state_dict` resumes from its own state.
 - Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own
-  start."""
+  start.
+
+A loader may start a pass when the first batch is drawn, as its `__iter__` is a generator function. What it draws then,
+such as a seed for workers, belongs to the start of the pass. The first batch after a resume from the loader's
+state is therefore drawn with the generators as they were at the start of the pass, which are restored afterwards. If
+the batches themselves are drawn from these generators, the epoch is iterated from its start instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Self
+from weakref import finalize
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.errors import CheckpointError
 from learnkit.core.plain import to_plain
-from learnkit.core.random import capture_rng, preserved_rng, restore_rng
+from learnkit.core.random import capture_own, capture_rng, preserved_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
-from learnkit.data.loader_state import capture_loader_state, restore_loader_state
+from learnkit.data.last_batch import Digest, differs, digest_batch, hold_batch
+from learnkit.data.loader_state import (
+    capture_loader_state,
+    find_out_of_order,
+    find_own_parts,
+    restore_loader_state,
+    set_epochs,
+)
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
     forget_workers,
     get_index_sampler,
+    iterates_as_torch,
     rebuild_with_sampler,
     start_lists,
     workers_run,
 )
 
 State = dict[str, Any]
+GLOBAL = 'global'  # name of the global generators in `LoaderPosition.draws`
+_FIX_ORDER = (
+    'Exact: a fixed order (seeded by attributes of the loader, from threads or workers that keep it), or '
+    '`state_dict` and `load_state_dict`.'
+)
+_FIX_SHARED = (
+    'It selects samples by a global random generator, from which the model or other code draws as well. Exact: a '
+    'separate generator, in an attribute of the loader or the data set.'
+)
 _END = object()  # marks the end of a loader, as the default of `next`
+_reported: set[int] = set()  # ids of the loaders whose `state_dict` has raised, and was reported
 
 
 class LoaderPosition:
     """One epoch's pass over a training loader, and the position of the run in the pass.
 
-    `begin` returns the iterator of batches; this class does no work between two batches. Before `begin`, the position
-    is between two epochs.
+    `begin` returns the iterator of batches. Between two batches this class works only for a loader that draws its
+    batches from the global generators of this process. Before `begin`, the position is between two epochs.
 
     >>> import torch
     >>> loader = TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
@@ -74,9 +98,18 @@ class LoaderPosition:
         self.n_workers = getattr(dl, 'num_workers', 0) or 0
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
-        # of a resumed position: number of batches to skip, and the loader's own state after them
+        # number of the pass, for `set_epoch`; None: it is not called
+        self.number: int | None = None
+        # generators of this process that a batch after the first is drawn from: paths of own ones, and `GLOBAL`
+        self.draws: list[str] | None = None  # None: unknown yet
+        # global generators before the last batch, if it is drawn from them
+        self._before_last: State | None = None
+        # of a resumed position: number of batches to skip, the loader's own state after them, the last batch's digest,
+        # and whether no batch is left
         self._n_skipped = 0
         self._own_state = State()
+        self._digest: Digest | None = None
+        self._is_ended = False
 
     @classmethod
     def resume(
@@ -100,12 +133,18 @@ class LoaderPosition:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
         self._n_skipped = state['n']
         self._own_state = state['now']
+        self.draws = state.get('draws')
+        self.number = state.get('number')
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
             ranks = _count_ranks(self.dl)
             if state.get('ranks', ranks) != ranks:
                 self._own_state = _without_order(state['now'])
+            else:
+                self._digest = state.get('digest')
+            self._before_last = state.get('before_last')
+            self._is_ended = state.get('is_ended', False)
             self.start = state['start']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
@@ -116,13 +155,22 @@ class LoaderPosition:
         Raises `CheckpointError` if the epoch ends before the batch of a resumed position."""
         if self.start is not None:
             return self._resume_epoch()
-        self._workers_ran = self.workers > 0 and workers_run(self.dl)
-        self.start = _capture(self.dl, with_global=True)
-        return iter(self.dl)
+        dl = self.dl
+        if self.number is not None:
+            set_epochs(_unshard(dl), self.number)
+        self._workers_ran = self.workers > 0 and workers_run(dl)
+        self.start = _capture(dl, with_global=True)
+        if not _has_foreign_state(dl):
+            return self._watch(iter(dl), 0)
+        with suppress(Exception):  # a checkpoint warns of it
+            self.start['loader'] = deepcopy(dl.state_dict())
+        return self._watch(self._begin_again_if_empty(iter(dl)), 0)
 
     def state_dict(
         self,
         n_drawn: int,  # batches of this epoch drawn so far
+        last: Any = None,  # the last of them, held by `hold_batch`; None: unknown
+        is_ended: bool = False,  # whether no batch of the epoch is left
     ) -> State:
         """Return the position after `n_drawn` batches as tensors and plain values, without the global generators.
 
@@ -130,20 +178,29 @@ class LoaderPosition:
         now = _capture(self.dl)
         if self.n_workers and self.start is not None:
             now = _without_samplers(now)
-        # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
         dl = _unshard(self.dl) if self.start is None else self.dl
-        if _has_state(dl) and (self.start is not None or not isinstance(dl, DataLoader)):
+        name = f'The state of {type(dl).__name__}'
+        # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
+        if _has_state(dl) and (self.start is not None or not _is_stateful_dataloader(dl)):
             state = _loader_state(dl)
             if state is not None:
-                now['loader'] = deepcopy(to_plain(state, f'The state of {type(dl).__name__}'))
+                now['loader'] = deepcopy(to_plain(state, name))
+        start = self.start
+        if start is not None and 'loader' in start:
+            start = {**start, 'loader': to_plain(start['loader'], name)}
         return {
             'loader': self.first,
             'drawn': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
             'ranks': _count_ranks(self.dl),
-            'start': self.start,
+            'start': start,
             'now': now,
+            'number': self.number,
+            'draws': self.draws,
+            'before_last': None if start is None else self._before_last,
+            'digest': None if last is None else digest_batch(last),
+            'is_ended': is_ended,
             'workers': self.workers,
             'workers_ran': self._workers_ran,
             'workers_run': self.n_workers > 0 and workers_run(self.dl),
@@ -182,20 +239,84 @@ class LoaderPosition:
     ) -> list[str]:
         "Return why a run resumed here would draw other random numbers or samples, by the options of its loader."
         dl = self.dl
-        if self.start is None or not n_drawn or not _has_index_lists(dl):
+        if self.start is None or not n_drawn:
             return []
-        lost = []
-        if not dl.in_order and dl.num_workers:
-            lost.append(
-                'A DataLoader with in_order=False gives batches as its workers finish them: some come twice and some '
-                'not at all in an epoch that is resumed. Exact: in_order=True.'
-            )
+        lost = [
+            f'A {kind} with in_order=False gives batches as its workers finish them: some come twice and some not at '
+            'all in an epoch that is resumed. Exact: in_order=True.'
+            for kind in find_out_of_order(_unshard(dl))
+        ]
+        if not _has_index_lists(dl):
+            return lost
         if dl.persistent_workers:
             lost.append(
                 'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
                 'random samples will differ after a resume. Exact: persistent_workers=False.'
             )
         return lost
+
+    # -- passes --------------------------------------------------------------------------------------
+
+    def _begin_again_if_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a pass, or of the next one if it is empty.
+
+        After a state from the end of an epoch is loaded, the first pass of some loaders is the empty rest of that
+        epoch."""
+
+        def group() -> Iterator[Any]:
+            first = next(batches, _END)
+            if first is _END:
+                self._restore_start()
+                yield iter(self.dl)
+            else:
+                yield (first,)
+                yield batches
+
+        return chain.from_iterable(group())
+
+    def _restore_start(self, kept: Iterable[str] = ()) -> None:
+        "Restore the generators as they were at the start of the pass, except for those whose paths are `kept`."
+        start = self.start or {}
+        restore_rng(start.get('rng', {}))
+        restore_own(self.dl, {k: v for k, v in start.get('own', {}).items() if k not in kept})
+
+    def _watch(
+        self,
+        batches: Iterator[Any],
+        n_drawn: int,  # batches of this epoch drawn so far
+    ) -> Iterator[Any]:
+        """Return the batches, and find out once a pass which generators of this process a batch is drawn from.
+
+        The first batch does not show it, as the pass may draw when it starts."""
+        if not _may_draw(self.dl):
+            self.draws = []
+        if self.draws is not None and GLOBAL not in self.draws:
+            return batches
+
+        def group() -> Iterator[Any]:
+            if not n_drawn:
+                yield islice(batches, 1)
+            if self.draws is None:
+                before = _capture_generators(self.dl)
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                now = _capture_generators(self.dl)
+                self.draws = [k for k in now if not are_equal(now[k], before.get(k, now[k]))]
+                self._before_last = before[GLOBAL] if GLOBAL in self.draws else None
+                yield (batch,)
+            if GLOBAL not in self.draws:
+                yield batches
+                return
+            while True:
+                before_next = capture_rng(devices=False)
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                self._before_last = before_next
+                yield (batch,)
+
+        return chain.from_iterable(group())
 
     # -- resuming from a position ------------------------------------------------------------------
 
@@ -211,7 +332,7 @@ class LoaderPosition:
             if hasattr(loader, 'restart_on_stop_iteration'):
                 with _preserved(dl):
                     next(_iterate_rest(loader), None)
-        _restore_own_state(dl, self._own_state)
+        _restore_own_state(dl, self._own_state, self._lacks_state)
         if not workers_ran or workers_run(dl):
             return
         # starting workers draws a seed, which an uninterrupted run draws only in its first epoch
@@ -229,23 +350,59 @@ class LoaderPosition:
             forget_workers(dl)  # of an interrupted pass of this process
         try:
             if isinstance(dl, Iterator):
-                _skip(dl, self.n_before + n)
-                return dl
+                self._draw_again(dl, self.n_before + n)
+                return self._watch(dl, n)
             if _has_index_lists(dl):
                 return self._resume_by_index(n)
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
             elif self._own_state.get('loader') is not None and not self._must_replay():
-                _restore(dl, self.start)  # the loader may draw its order again
-                dl.load_state_dict(deepcopy(self._own_state['loader']))
-                batches = _iterate_rest(dl)
+                return self._resume_by_state(n)
             else:
                 return self._replay(n)
             _restore_own_state(dl, self._own_state)
             return batches
         finally:
             restore_rng(current)
+
+    def _resume_by_state(self, n: int) -> Iterator[Any]:
+        "Return the batches that remain after the loader's own state is loaded."
+        dl = self.dl
+        is_foreign = _has_foreign_state(dl)
+        # if a batch is drawn from global generators, what its pass draws when it starts cannot be told apart
+        can_start_apart = self.draws is not None and GLOBAL not in self.draws
+        has_start = self.start is not None and 'loader' in self.start
+        if is_foreign and has_start and not can_start_apart and not self._is_ended:
+            return self._replay(n)
+        _restore(dl, self.start)  # the loader may draw its order again
+        dl.load_state_dict(deepcopy(self._own_state['loader']))
+        if is_foreign and self._is_ended:
+            # the loader might begin the next epoch
+            _restore_own_state(dl, self._own_state, is_loaded=True)
+            return iter(())
+        batches = _iterate_rest(dl)
+        _restore_own_state(dl, self._own_state, is_loaded=True)
+        if is_foreign and can_start_apart:
+            batches = self._start_apart(batches)
+        return self._watch(batches, n)
+
+    def _start_apart(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches, the first of which starts the pass with the generators as they were at its start.
+
+        Own generators that each batch is drawn from keep their state."""
+
+        def group() -> Iterator[Any]:
+            own = capture_own(self.dl)
+            with preserved_rng():
+                self._restore_start(kept=self.draws or ())
+                first = next(batches, _END)
+            restore_own(self.dl, {k: v for k, v in own.items() if k not in (self.draws or ())})
+            if first is not _END:
+                yield (first,)
+                yield batches
+
+        return chain.from_iterable(group())
 
     def _resume_by_index(self, n: int) -> Iterator[Any]:
         dl = self.dl
@@ -286,11 +443,63 @@ class LoaderPosition:
     def _replay(self, n: int) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
         dl = self.dl
-        _restore(dl, self.start)
+        _restore(dl, self.start, self._lacks_state)
+        if self.start is not None and 'loader' in self.start:
+            dl.load_state_dict(deepcopy(self.start['loader']))
         batches = iter(dl)
-        _skip(batches, n)
-        _restore_own_state(dl, self._own_state)
-        return batches
+        if _has_foreign_state(dl):
+            batches = self._begin_again_if_empty(batches)
+        self._draw_again(batches, n)
+        _restore_own_state(dl, self._own_state, self._lacks_state)
+        return self._watch(batches, n)
+
+    def _draw_again(self, batches: Iterator[Any], n: int) -> None:
+        """Draw the consumed batches, and warn if the last one differs from the batch that was trained on.
+
+        Raises `CheckpointError` if there are fewer."""
+        batch = None
+        after_first: State | None = None
+        for i in range(n):
+            if i == n - 1 and self._before_last is not None:
+                restore_rng(self._before_last)
+            batch = next(batches, _END)
+            rng = capture_rng(devices=False) if batch is _END or i in (0, n - 1) else None
+            after_first = after_first or rng
+            if batch is _END:
+                is_shared = self._draws_global or not are_equal(after_first, rng)
+                raise _error_of_early_end(i, n, is_shared)
+        if n and self._digest is not None:
+            is_shared = self._draws_global or not are_equal(after_first, rng)
+            self._compare(digest_batch(hold_batch(batch)), is_shared)
+
+    def _compare(
+        self,
+        again: Digest,  # digest of the last consumed batch
+        is_shared: bool,  # whether batches are drawn from a global generator
+    ) -> None:
+        "Warn if the last consumed batch differs from the saved one."
+        own = capture_own(_unshard(self.dl))
+        may_vary = is_shared or any(
+            not are_equal(own.get(path), state)
+            for path, state in self._own_state.get('own', {}).items()
+            if not belongs_to_sampler(path)
+        )
+        if not differs(self._digest or {}, again, everywhere=may_vary):
+            return
+        warn_user(
+            f'The training loader ({_name(self.dl)}) gives other batches when it repeats the epoch: batch '
+            f'{self._n_skipped - 1} differs from the one before the checkpoint. The rest of the epoch may have other '
+            f'samples than in an uninterrupted run. {_FIX_SHARED if is_shared else _FIX_ORDER}'
+        )
+
+    @property
+    def _lacks_state(self) -> bool:
+        "True if the checkpoint has no state of the loader's own, whose numbers are restored then."
+        return not _is_of_torchdata(self.dl) and self._own_state.get('loader') is None
+
+    @property
+    def _draws_global(self) -> bool:
+        return self.draws is not None and GLOBAL in self.draws
 
 
 # -- kinds of loaders ------------------------------------------------------------------------------
@@ -309,20 +518,54 @@ def _has_index_lists(dl: Any) -> bool:
 
 
 def _has_state(dl: Any) -> bool:
+    "Return True for a loader whose own state a checkpoint holds; accelerate's wrappers hold a part of it only."
+    if dl.__class__ is not type(dl):
+        return False
     return all(
         callable(getattr(type(dl), name, None)) for name in ('state_dict', 'load_state_dict')
     )
 
 
+def _is_of_torchdata(dl: Any) -> bool:
+    return any(kind.__module__.partition('.')[0] == 'torchdata' for kind in type(dl).__mro__)
+
+
+def _is_stateful_dataloader(dl: Any) -> bool:
+    return _is_of_torchdata(dl) and isinstance(dl, DataLoader)
+
+
+def _has_foreign_state(dl: Any) -> bool:
+    "Return True for a loader whose state at the end of an epoch may mean that end, or the start of the next epoch."
+    return _has_state(dl) and not _is_of_torchdata(dl)
+
+
+def _may_draw(dl: Any) -> bool:
+    "Return True if this process may draw random numbers for a batch, in an order that is not drawn as indices."
+    if type(dl) in (list, tuple) or _is_tensor_loader(dl) or _is_of_torchdata(dl):
+        return False
+    return not (_has_index_lists(dl) or (iterates_as_torch(dl) and dl.num_workers))
+
+
+def needs_digest(dl: Any) -> bool:
+    "Return True for a loader whose batches are drawn again by a resume."
+    if type(dl) in (list, tuple) or _is_tensor_loader(dl):
+        return False
+    return bool(getattr(dl, 'num_workers', 0)) or not _has_index_lists(dl)
+
+
 def _loader_state(dl: Any) -> Any:
-    "Return `dl.state_dict()`, or None with a warning if it raises, as accelerate's loaders may."
+    "Return `dl.state_dict()`, or None if it raises, as accelerate's loaders may; warn once for each loader."
     try:
         return dl.state_dict()
     except Exception as e:
-        warn_user(
-            f'{type(dl).__name__}.state_dict() raised {type(e).__name__}: {e}. A resumed run draws the batches from '
-            "the epoch's start again, which is exact only if they come in the same order."
-        )
+        if id(dl) not in _reported:
+            _reported.add(id(dl))
+            with suppress(TypeError):  # an object of a class with `__slots__`
+                finalize(dl, _reported.discard, id(dl))  # a newer object may get the id
+            warn_user(
+                f'{type(dl).__name__}.state_dict() raised {type(e).__name__}: {e}. A resumed run draws the batches '
+                "from the epoch's start again, which is exact only if they come in the same order."
+            )
         return None
 
 
@@ -341,6 +584,14 @@ def _iterate_rest(dl: Any) -> Iterator[Any]:
 
 def _unshard(dl: Any) -> Any:
     return dl.source if isinstance(dl, Shard) else dl
+
+
+def _name(dl: Any) -> str:
+    "Return the types of a loader and of its data set."
+    dl = _unshard(dl)
+    dataset = getattr(dl, 'dataset', None)
+    name = type(dl).__name__
+    return name if dataset is None else f'{name} of {type(dataset).__name__}'
 
 
 def _count_ranks(dl: Any) -> int:
@@ -394,6 +645,8 @@ def count_in_batches(
             'loader': {**state['loader'], **sizes},
             'drawn': {**saved, **sizes},
             'n': n,
+            'digest': None,
+            'before_last': None,
             'now': _without_order(state['now']) if state['start'] is not None else state['now'],
         }
     check_position(dl, state)
@@ -448,8 +701,15 @@ def _capture(dl: Any, with_global: bool = False) -> State:
     return {'rng': rng, **state}
 
 
-def _restore(dl: Any, state: State | None) -> list[str]:
-    "Restore a state of `_capture`; return the names of generators that the loader lacks."
+def _capture_generators(dl: Any) -> State:
+    "Return the states of the global generators and of a loader's own ones, by name."
+    return {GLOBAL: capture_rng(devices=False), **capture_own(_unshard(dl))}
+
+
+def _restore(
+    dl: Any, state: State | None, with_loader: bool = False, is_loaded: bool = False
+) -> list[str]:
+    "Restore a state of `_capture`, as `restore_loader_state`; return the names of generators that the loader lacks."
     if state is None:
         return []
     if isinstance(dl, Shard):
@@ -457,12 +717,15 @@ def _restore(dl: Any, state: State | None) -> list[str]:
             return _restore(dl.source, state)
     if 'rng' in state:
         restore_rng(state['rng'])
-    return restore_loader_state(dl, state)
+    return restore_loader_state(dl, state, with_loader, is_loaded)
 
 
-def _restore_own_state(dl: Any, state: State) -> None:
+def _restore_own_state(
+    dl: Any, state: State, with_loader: bool = False, is_loaded: bool = False
+) -> None:
     "Restore a loader's state, and warn of generators that the loader lacks."
-    warn_of_missing_generators('training loader', _restore(dl, state))
+    missing = _restore(dl, state, with_loader, is_loaded)
+    warn_of_missing_generators('training loader', missing)
 
 
 def warn_of_missing_generators(
@@ -507,7 +770,16 @@ def _skip(it: Iterator[Any], n: int) -> None:
     "Draw `n` entries."
     for i in range(n):
         if next(it, _END) is _END:
-            raise CheckpointError(
-                f'The training loader ended after {i} batches, and the checkpoint was taken after '
-                f'{n}: its data have changed. Give the data that it had.'
-            )
+            raise _error_of_early_end(i, n)
+
+
+def _error_of_early_end(n_drawn: int, n: int, is_shared: bool = False) -> CheckpointError:
+    "Return the error for an epoch that has fewer batches when it is repeated."
+    reason = (
+        f'it gives other batches when it repeats the epoch. {_FIX_SHARED}'
+        if is_shared
+        else 'its data have changed, or it gives other batches when it repeats the epoch. Give the data that it had.'
+    )
+    return CheckpointError(
+        f'The training loader ended after {n_drawn} batches, and the checkpoint was taken after {n}: {reason}'
+    )

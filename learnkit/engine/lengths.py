@@ -29,10 +29,18 @@ class Lengths:
     def __init__(self) -> None:
         # a reference to a loader, weak if possible, its `len()`, and the batches of its last pass, by the loader's `id`
         self._corrections: dict[int, tuple[Callable[[], Any], int, int]] = {}
+        # batches of each complete epoch of a training loader without a length; None: no epoch yet, 0: they differ
+        self.usual: int | None = None
+        self.was_resumed = False  # an epoch of this process was begun in another one
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the corrections: a copy has other loaders."
-        return {'_corrections': {}}
+        return {'_corrections': {}, 'usual': None, 'was_resumed': False}
+
+    def begin_fit(self) -> None:
+        "Forget the epochs of earlier fits, whose loader may have been another one."
+        self.usual = None
+        self.was_resumed = False
 
     def find(self, dl: Any) -> int | None:
         "Return the number of batches of a loader, or None if it is unknown."
@@ -70,6 +78,8 @@ class Lengths:
         own = [learn.dls.train, *(loader for _, loader in evaluation_loaders(learn.dls))]
         if any(dl is loader for loader in own):
             self.correct(dl, n)
+        if said is None and learn.training and learn.fitting and dl is learn.dls.train:
+            self._compare_with_others(learn, n)
         if said is None or n in (said, expected):
             return
         what = f'The {learn.dl_name} loader ({type(dl).__name__})'
@@ -84,6 +94,18 @@ class Lengths:
                 schedules = f' Schedules stopped after batch {expected}; the next epoch expects {n} batches.'
             warn_user(
                 f'{what} gave {n} batches, and its length is {said}.{schedules} Correct its `__len__`, or remove it.'
+            )
+
+    def _compare_with_others(self, learn: Learner, n: int) -> None:
+        "Warn if an epoch after a resume from a loader's own state has another length than the epochs before."
+        usual = self.usual
+        self.usual = n if usual in (None, n) else 0
+        has_state = hasattr(type(learn.dl), 'load_state_dict')
+        if self.was_resumed and has_state and usual and n != usual:
+            warn_user(
+                f'Epoch {learn.epoch} had {n} batches, and each epoch before it {usual}. The run was resumed from the '
+                f'state of its loader ({type(learn.dl).__name__}), which may not have restored all of its position: '
+                'the samples may differ from an uninterrupted run.'
             )
 
 

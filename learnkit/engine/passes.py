@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from learnkit.core.errors import EmptyLoaderError, add_place
 from learnkit.data.dataloaders import n_batches
-from learnkit.data.position import LoaderPosition, describe_drawn
+from learnkit.data.last_batch import hold_batch
+from learnkit.data.position import LoaderPosition, describe_drawn, needs_digest
 from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
@@ -60,6 +61,8 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     If the loader fails, its workers are ended.
     """
     timings = learn.timings if learn.training else None
+    passes = learn.parts.passes
+    is_held = learn.training and learn.fitting and needs_digest(learn.dl)
     learn.parts.advice.is_watching = True
     is_known = False  # whether it is decided how samples are counted
     square = 0
@@ -69,6 +72,8 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
                 check_first_batch(learn, batch)
                 square = set_size_func(learn, batch, square)
                 is_known = not square
+            if is_held:
+                passes.last = hold_batch(batch)
             yield batch
             if timings is not None:
                 timings.steps_left -= 1
@@ -132,11 +137,15 @@ class TrainingPasses(Source):
         self.n_drawn = 0  # number of batches that the last pass has drawn
         self.is_cut = False  # True if the fit was stopped within the last pass
         self.rest: Iterator[Any] | None = None  # batches of a pass that a budget has cut
+        self.last: Any = (
+            None  # the last batch of the open pass as its loader gave it; None: not needed
+        )
         self._current: Iterator[Any] | None = None  # batches of the open pass
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
-        return {**self.__dict__, 'position': None, 'stream': None, 'rest': None, '_current': None}
+        open_pass = dict.fromkeys(('position', 'stream', 'rest', 'last', '_current'))
+        return {**self.__dict__, **open_pass}
 
     @override
     def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
@@ -188,7 +197,7 @@ class TrainingPasses(Source):
     def end(self, learn: Learner) -> None:
         "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
         batches = self._current
-        self._current = None
+        self._current = self.last = None
         if learn.training:
             stopping = learn.run.stopping
             self.n_drawn = learn.iter + 1
@@ -206,7 +215,7 @@ class TrainingPasses(Source):
 
     def forget(self) -> None:
         "Release all iterators, which an error may have ended."
-        self.stream = self.rest = self.position = self._current = None
+        self.stream = self.rest = self.position = self.last = self._current = None
 
     def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
@@ -221,6 +230,7 @@ class TrainingPasses(Source):
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
+            self.position.number = learn.parts.counters.epochs  # of all fits
         begin = self.position.begin
         self._current = read_ahead(dl, device, begin)
         return self._current
@@ -237,6 +247,7 @@ class TrainingPasses(Source):
     def begin_fit(self, learn: Learner) -> None:
         "Note the loader as a resumed fit would find it."
         self.first = describe_drawn(learn.dls.train)
+        learn.parts.lengths.begin_fit()
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Start the next pass at the position of a checkpoint."
@@ -269,10 +280,13 @@ class TrainingPasses(Source):
             stream = self.stream
             if stream is None or stream.dl is not train:
                 return LoaderPosition(train, first=self.first).state_dict(0)
-            return stream.position.state_dict(stream.n)
+            return stream.position.state_dict(stream.n, self.last)
         if not within_epoch:
             return self._next_position(train).state_dict(0)
-        return None if self.position is None else self.position.state_dict(learn.iter + 1)
+        if self.position is None:
+            return None
+        n = learn.iter + 1
+        return self.position.state_dict(n, self.last, n == learn.parts.lengths.find(train))
 
     def describe_lost_state(
         self,
@@ -307,6 +321,8 @@ class Stream(Iterator[Any]):
     ) -> None:
         self.dl = dl
         self.position = LoaderPosition(dl) if position is None else position
+        if self.position.number is None:
+            self.position.number = 0
         self.n = n
         self.device = torch.device('cpu')  # device that batches are prefetched to
         self._batches: Iterator[Any] | None = None
@@ -328,7 +344,9 @@ class Stream(Iterator[Any]):
         return next(self._batches, _END)
 
     def _restart(self) -> None:
+        number = (self.position.number or 0) + 1
         self.position = LoaderPosition(self.dl)
+        self.position.number = number
         self.n = 0
         self._batches = None
 
