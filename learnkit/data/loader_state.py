@@ -140,7 +140,8 @@ def find_out_of_order(dl: Any) -> list[str]:
     found = []
     seen = {id(dl)}
     for owner in owners:  # grows during the loop
-        if getattr(owner, 'in_order', True) is False and getattr(owner, 'num_workers', 1):
+        has_workers = bool(getattr(owner, 'num_workers', True))
+        if has_workers and getattr(owner, 'in_order', True) is False:
             found.append(type(owner).__name__)
         for part in (getattr(owner, name, None) for name in _NODES):
             if id(part) not in seen:

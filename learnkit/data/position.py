@@ -28,6 +28,7 @@ from weakref import finalize
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
 from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_own, capture_rng, preserved_rng, restore_own, restore_rng
@@ -37,7 +38,6 @@ from learnkit.data.last_batch import Digest, differs, digest_batch, hold_batch
 from learnkit.data.loader_state import (
     capture_loader_state,
     find_out_of_order,
-    find_own_parts,
     restore_loader_state,
     set_epochs,
 )
