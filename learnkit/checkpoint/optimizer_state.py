@@ -21,18 +21,15 @@ from learnkit.engine.callback_state import DataKind, data_kinds, decode, encode_
 from learnkit.optim.hyperparams import OPTIONS
 from learnkit.optim.state import is_single
 
+# attributes of an optimizer that its `state_dict` covers
+OPTIMIZER_NAMES = frozenset(('state', 'param_groups', 'defaults'))
+
 _NAME = "The optimizer's state"
 _PLAIN_TYPES = (Tensor, *ATOMS)
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_OBJECTS = {str(o): o for o in vars(torch).values() if isinstance(o, _TORCH_TYPES)}
 _KINDS = {
     **data_kinds,
-    # NumPy's numbers compute in their own precision; np.float64 is also a float
-    'number': DataKind(
-        lambda value: isinstance(value, np.number) and type(value.item()) in ATOMS,
-        lambda value: (value.dtype.name, value.item()),
-        lambda data, cb: np.dtype(data[0]).type(data[1]),
-    ),
     'torch': DataKind(
         lambda value: isinstance(value, _TORCH_TYPES), str, lambda name, cb: _TORCH_OBJECTS[name]
     ),

@@ -33,7 +33,11 @@ from learnkit.checkpoint.buffers import (
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.host import copy_to_host
-from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
+from learnkit.checkpoint.optimizer_state import (
+    OPTIMIZER_NAMES,
+    decode_optimizer,
+    encode_optimizer,
+)
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.schema import check_state
 from learnkit.checkpoint.weights import (
@@ -112,7 +116,7 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         'buffers': collect_loose_buffers(learn.model),
         'persistent': list_persistent(learn.model),
         'loss_buffers': collect_loose_buffers(learn.loss_func),
-        'generators': {name: capture_own(m) for name, m in _list_modules(learn)},
+        'generators': {name: capture_own(owner) for name, owner in _list_owners(learn)},
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
         'frozen': {
             'names': [name for name, p in named if not p.requires_grad],
@@ -419,8 +423,8 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     if resume.path is not None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])
-    for name, module in _list_modules(learn):
-        missing = restore_own(module, state.get('generators', {}).get(name, {}))
+    for name, owner in _list_owners(learn):
+        missing = restore_own(owner, state.get('generators', {}).get(name, {}))
         warn_of_missing_generators(name, missing)
     learn.parts.strategy.after_restore(learn, resume)
     # a fit holds `resume` until its end
@@ -478,7 +482,15 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
         p.grad = None if grad is None else distribute_like(grad, p).to(p.device, copy=True)
 
 
-def _list_modules(learn: Learner) -> list[tuple[str, nn.Module]]:
-    "Return the model and the loss function, if it is a module, with their names in a state."
-    modules = [('model', bare_model(learn.model)), ('loss_func', learn.loss_func)]
-    return [(name, m) for name, m in modules if isinstance(m, nn.Module)]
+def _list_owners(learn: Learner) -> list[tuple[str, Any]]:
+    """Return the model, the loss function and the attributes of each optimizer, with their names in a state.
+
+    These may have random generators, as a loss that draws or an optimizer that adds noise has."""
+    owners: list[tuple[str, Any]] = [
+        ('model', bare_model(learn.model)),
+        ('loss_func', learn.loss_func),
+    ]
+    for name, opt in getattr(learn.opt, 'optimizers', {}).items():
+        own = {k: v for k, v in vars(opt).items() if k not in OPTIMIZER_NAMES}
+        owners.append((f'optimizer {name}'.rstrip(), own))
+    return owners

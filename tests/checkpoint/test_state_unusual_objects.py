@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,3 +49,46 @@ def test_lazy_modules() -> None:
     check_every_place(lambda: make(lazy()), places=some)
     accumulating = lambda: make(lazy(), cbs=GradientAccumulation(12))
     check_every_place(accumulating, places=some)
+
+
+# Random generators
+
+
+class Langevin(torch.optim.SGD):
+    "Adds noise from a generator of its own to each weight."
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.rngs = [torch.Generator().manual_seed(3), random.Random(4)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group['params']:
+                noise = torch.randn(p.shape, generator=self.rngs[0])
+                p.add_(noise, alpha=0.01 * self.rngs[1].random())
+
+
+class RandomLoss:
+    "Weighs the loss by a random number of its own; it is no module."
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, pred: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(pred, y) * float(self.rng.random())
+
+
+def test_generators_of_optimizers_and_of_any_loss() -> None:
+    def two() -> Learner:
+        model = net()
+        opts = {'a': Langevin(model[:2].parameters(), 0.05), 'b': Langevin(model[4:].parameters(), 1)}
+        learn = make(model, opt_func=opts)
+        learn.loss_func = RandomLoss()
+        return learn
+
+    check_every_place(lambda: make(opt_func=Langevin), places=some)
+    kept = check_every_place(two, places=some)
+    names = ['model', 'loss_func', 'optimizer a', 'optimizer b']
+    assert [*kept[0]['generators']] == names
