@@ -108,7 +108,6 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
-    named = bare_model(learn.model).named_parameters()
     within_epoch = SAVE_POINTS.get(point) == 'batch'
     trained = _collect_trained(learn)
     state = {
@@ -118,10 +117,7 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         'loss_buffers': collect_loose_buffers(learn.loss_func),
         'generators': {name: capture_own(owner) for name, owner in _list_owners(learn)},
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
-        'frozen': {
-            'names': [name for name, p in named if not p.requires_grad],
-            'frozen_idx': getattr(opt, 'frozen_idx', 0),
-        },
+        'frozen': _collect_frozen(learn, params),
         'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
         'position': learn.parts.passes.state_dict(learn, within_epoch) if point else None,
@@ -140,6 +136,17 @@ def _collect_trained(learn: Learner) -> dict[str, Any]:
         'model': collect_module_state(learn.model),
         'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
         'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
+    }
+
+
+def _collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
+    "Return the names of parameters that are frozen, or that require gradients and are in no optimizer yet."
+    known = set(optimized)
+    named = [*bare_model(learn.model).named_parameters()]
+    return {
+        'names': [name for name, p in named if not p.requires_grad],
+        'left_out': [name for name, p in named if p.requires_grad and p not in known],
+        'frozen_idx': getattr(learn.opt, 'frozen_idx', 0),
     }
 
 
@@ -379,11 +386,11 @@ def _add_unfrozen_params(learn: Learner, state: Mapping[str, Any]) -> None:
     if state['optimizer'] is None:
         return
     optimized = set(learn.opt.parameters())
-    frozen = set(state['frozen']['names'])
+    others = {*state['frozen']['names'], *state['frozen'].get('left_out', ())}
     unfrozen = [
         p
         for name, p in bare_model(learn.model).named_parameters()
-        if name not in frozen and not p.requires_grad and p not in optimized
+        if name not in others and not p.requires_grad and p not in optimized
     ]
     if not unfrozen:
         return

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learnkit import DataLoaders, GradientAccumulation, Learner
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
 from tests.helpers.resuming import check_every_place
 
 Batch = tuple[Tensor, Tensor]
@@ -92,3 +92,25 @@ def test_generators_of_optimizers_and_of_any_loss() -> None:
     kept = check_every_place(two, places=some)
     names = ['model', 'loss_func', 'optimizer a', 'optimizer b']
     assert [*kept[0]['generators']] == names
+
+
+# Frozen parameters
+
+
+class UnfreezeNext(Callback):
+    "Unfreezes one more layer after each epoch; it is trained from the next epoch on."
+
+    def after_epoch(self) -> None:
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        for p in frozen[-2:]:
+            p.requires_grad_(True)
+
+
+def test_layers_that_are_unfrozen_after_an_epoch() -> None:
+    def frozen_net() -> nn.Module:
+        model = net()
+        model[:2].requires_grad_(False)
+        return model
+
+    fit = lambda learn, resume: learn.fit(3, resume=resume)
+    check_every_place(lambda: make(frozen_net(), cbs=UnfreezeNext()), fit)
