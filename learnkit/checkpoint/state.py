@@ -102,6 +102,8 @@ def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
         _check_fits(learn, r)
         _load_weights(learn, r)
         restore_state(learn, r)
+    if learn.opt is not None:
+        learn.parts.last_lrs = learn.opt.lrs  # no rates that the user has set for the next fit
 
 
 def collect_state(learn: Learner, point: str) -> dict[str, Any]:

@@ -114,3 +114,22 @@ def test_layers_that_are_unfrozen_after_an_epoch() -> None:
 
     fit = lambda learn, resume: learn.fit(3, resume=resume)
     check_every_place(lambda: make(frozen_net(), cbs=UnfreezeNext()), fit)
+
+
+# Rates
+
+
+def test_the_next_fit_of_a_loaded_optimizer_has_its_own_rate() -> None:
+    def make_adam() -> Learner:
+        model = net()
+        return make(model, opt_func=torch.optim.Adam(model.parameters(), lr=0.01))
+
+    learn, loaded = make_adam(), make_adam()
+    with learn.no_logging():
+        learn.fit_one_cycle(1)
+    loaded.load_checkpoint_state(learn.checkpoint_state())
+    assert loaded.opt.lrs == learn.opt.lrs != [0.01]
+    for each in (learn, loaded):
+        with each.no_logging():
+            each.fit(1)
+        assert each.opt.lrs == [0.01]
