@@ -387,7 +387,6 @@ class Moment:
             self._compare(stop, state['loop']['done']['ba'])
             self._is_checked = True
 
-
     def _remove_new_attributes(self) -> None:
         "Remove the attributes that callbacks lacked when they were made; a state that is loaded may lack them, too."
         for cb in self.learn.cbs:

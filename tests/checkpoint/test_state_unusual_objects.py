@@ -83,7 +83,10 @@ class RandomLoss:
 def test_generators_of_optimizers_and_of_any_loss() -> None:
     def two() -> Learner:
         model = net()
-        opts = {'a': Langevin(model[:2].parameters(), 0.05), 'b': Langevin(model[4:].parameters(), 1)}
+        opts = {
+            'a': Langevin(model[:2].parameters(), 0.05),
+            'b': Langevin(model[4:].parameters(), 1),
+        }
         learn = make(model, opt_func=opts)
         learn.loss_func = RandomLoss()
         return learn
