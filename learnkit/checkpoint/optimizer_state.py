@@ -21,9 +21,6 @@ from learnkit.engine.callback_state import DataKind, data_kinds, decode, encode_
 from learnkit.optim.hyperparams import OPTIONS
 from learnkit.optim.state import is_single
 
-# attributes of an optimizer that its `state_dict` covers
-OPTIMIZER_NAMES = frozenset(('state', 'param_groups', 'defaults'))
-
 _NAME = "The optimizer's state"
 _PLAIN_TYPES = (Tensor, *ATOMS)
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)

@@ -33,11 +33,7 @@ from learnkit.checkpoint.buffers import (
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.host import copy_to_host
-from learnkit.checkpoint.optimizer_state import (
-    OPTIMIZER_NAMES,
-    decode_optimizer,
-    encode_optimizer,
-)
+from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.schema import check_state
 from learnkit.checkpoint.weights import (
@@ -492,14 +488,10 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
 
 
 def _list_owners(learn: Learner) -> list[tuple[str, Any]]:
-    """Return the model, the loss function and the attributes of each optimizer, with their names in a state.
-
-    These may have random generators, as a loss that draws or an optimizer that adds noise has."""
-    owners: list[tuple[str, Any]] = [
+    "Return the model, the loss function and the optimizers, which may have generators, with their names in a state."
+    optimizers = getattr(learn.opt, 'optimizers', {})
+    return [
         ('model', bare_model(learn.model)),
         ('loss_func', learn.loss_func),
+        *((f'optimizer {name}'.rstrip(), opt) for name, opt in optimizers.items()),
     ]
-    for name, opt in getattr(learn.opt, 'optimizers', {}).items():
-        own = {k: v for k, v in vars(opt).items() if k not in OPTIMIZER_NAMES}
-        owners.append((f'optimizer {name}'.rstrip(), own))
-    return owners

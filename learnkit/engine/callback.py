@@ -368,8 +368,12 @@ def has_user_code(
     """
     if not is_from_learnkit(type(cb)):
         return True
-    methods = [f for f in vars(cb).values() if isinstance(f, MethodType) and f.__self__ is cb]
-    return not all(is_from_learnkit(f.__func__) for f in methods)
+    own = vars(cb)
+    functions: list[Any] = [own[name] for name in EVENTS if isinstance(own.get(name), FunctionType)]
+    functions += [
+        f.__func__ for f in own.values() if isinstance(f, MethodType) and f.__self__ is cb
+    ]
+    return not all(map(is_from_learnkit, functions))
 
 
 def is_from_learnkit(
