@@ -31,7 +31,7 @@ from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, trav
 from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import declared
-from learnkit.engine.resume import ResumeState, find_checkpoint_folder
+from learnkit.engine.resume import SAVE_POINTS, ResumeState, find_checkpoint_folder
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -86,6 +86,12 @@ class RecordedRun:
         state, _ = read_state(self.checkpoints[0].path)
         recorder: dict[str, Any] = state['callbacks'].get('recorder', {})
         return recorder
+
+    def has_ended(self) -> bool:
+        "Return True if the newest checkpoint is of the end of the fit, not of a run that was killed."
+        loop = read_state(self.checkpoints[0].path)[0]['loop']
+        is_last = loop['stopping'] or loop['epoch'] + 1 == loop['n_epoch']
+        return bool(SAVE_POINTS[loop['place']] == 'epoch' and is_last)
 
     def read_record(self) -> Record:
         "Return the recorded losses."
