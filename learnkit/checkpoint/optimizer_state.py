@@ -27,12 +27,6 @@ _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_OBJECTS = {str(o): o for o in vars(torch).values() if isinstance(o, _TORCH_TYPES)}
 _KINDS = {
     **data_kinds,
-    # NumPy's numbers compute in their own precision; np.float64 is also a float
-    'number': DataKind(
-        lambda value: isinstance(value, np.number) and type(value.item()) in ATOMS,
-        lambda value: (value.dtype.name, value.item()),
-        lambda data, cb: np.dtype(data[0]).type(data[1]),
-    ),
     'torch': DataKind(
         lambda value: isinstance(value, _TORCH_TYPES), str, lambda name, cb: _TORCH_OBJECTS[name]
     ),

@@ -198,7 +198,11 @@ SCHEMA = {
     'loss_buffers': Optional(Each(is_tensor)),
     'generators': Optional(Each(Each(is_generator))),
     'grads': Each(is_tensor),
-    'frozen': {'names': Each(str, list), 'frozen_idx': int},
+    'frozen': {
+        'names': Each(str, list),
+        'left_out': Optional(Each(str, list)),
+        'frozen_idx': int,
+    },
     'loop': _LOOP,
     'rng': is_rng,
     'position': Maybe(_POSITION),

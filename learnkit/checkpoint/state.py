@@ -103,13 +103,14 @@ def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
         _check_fits(learn, r)
         _load_weights(learn, r)
         restore_state(learn, r)
+    if learn.opt is not None:
+        learn.parts.last_lrs = learn.opt.lrs  # no rates that the user has set for the next fit
 
 
 def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
-    named = bare_model(learn.model).named_parameters()
     within_epoch = SAVE_POINTS.get(point) == 'batch'
     trained = _collect_trained(learn)
     state = {
@@ -117,12 +118,9 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         'buffers': collect_loose_buffers(learn.model),
         'persistent': list_persistent(learn.model),
         'loss_buffers': collect_loose_buffers(learn.loss_func),
-        'generators': {name: capture_own(m) for name, m in _list_modules(learn)},
+        'generators': {name: capture_own(owner) for name, owner in _list_owners(learn)},
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
-        'frozen': {
-            'names': [name for name, p in named if not p.requires_grad],
-            'frozen_idx': getattr(opt, 'frozen_idx', 0),
-        },
+        'frozen': _collect_frozen(learn, params),
         'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
         'position': learn.parts.passes.state_dict(learn, within_epoch) if point else None,
@@ -142,6 +140,17 @@ def _collect_trained(learn: Learner) -> dict[str, Any]:
         'model': collect_module_state(learn.model),
         'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
         'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
+    }
+
+
+def _collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
+    "Return the names of parameters that are frozen, or that require gradients and are in no optimizer yet."
+    known = set(optimized)
+    named = [*bare_model(learn.model).named_parameters()]
+    return {
+        'names': [name for name, p in named if not p.requires_grad],
+        'left_out': [name for name, p in named if p.requires_grad and p not in known],
+        'frozen_idx': getattr(learn.opt, 'frozen_idx', 0),
     }
 
 
@@ -382,11 +391,11 @@ def _add_unfrozen_params(learn: Learner, state: Mapping[str, Any]) -> None:
     if state['optimizer'] is None:
         return
     optimized = set(learn.opt.parameters())
-    frozen = set(state['frozen']['names'])
+    others = {*state['frozen']['names'], *state['frozen'].get('left_out', ())}
     unfrozen = [
         p
         for name, p in bare_model(learn.model).named_parameters()
-        if name not in frozen and not p.requires_grad and p not in optimized
+        if name not in others and not p.requires_grad and p not in optimized
     ]
     if not unfrozen:
         return
@@ -426,8 +435,8 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     if resume.path is not None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])
-    for name, module in _list_modules(learn):
-        missing = restore_own(module, state.get('generators', {}).get(name, {}))
+    for name, owner in _list_owners(learn):
+        missing = restore_own(owner, state.get('generators', {}).get(name, {}))
         warn_of_missing_generators(name, missing)
     learn.parts.strategy.after_restore(learn, resume)
     # a fit holds `resume` until its end
@@ -498,7 +507,11 @@ def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:
         p.grad = None if grad is None else distribute_like(grad, p).to(p.device, copy=True)
 
 
-def _list_modules(learn: Learner) -> list[tuple[str, nn.Module]]:
-    "Return the model and the loss function, if it is a module, with their names in a state."
-    modules = [('model', bare_model(learn.model)), ('loss_func', learn.loss_func)]
-    return [(name, m) for name, m in modules if isinstance(m, nn.Module)]
+def _list_owners(learn: Learner) -> list[tuple[str, Any]]:
+    "Return the model, the loss function and the optimizers, which may have generators, with their names in a state."
+    optimizers = getattr(learn.opt, 'optimizers', {})
+    return [
+        ('model', bare_model(learn.model)),
+        ('loss_func', learn.loss_func),
+        *((f'optimizer {name}'.rstrip(), opt) for name, opt in optimizers.items()),
+    ]

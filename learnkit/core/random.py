@@ -25,6 +25,8 @@ from learnkit.core.plain import map_plain
 
 # attributes that torch itself gives to every module
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
+# attributes of an optimizer that its `state_dict` covers
+OPTIMIZER_INTERNALS = frozenset(('state', 'param_groups', 'defaults'))
 RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy' and 'devices'
 
 
@@ -187,6 +189,8 @@ def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(owner, nn.Module):
         own = {k: v for k, v in attributes.items() if k not in MODULE_INTERNALS}
         attributes = own | attributes['_modules']
+    elif isinstance(owner, torch.optim.Optimizer):
+        attributes = {k: v for k, v in attributes.items() if k not in OPTIMIZER_INTERNALS}
     for k, value in attributes.items():
         # the iterator of a DataLoader refers to parts of the loader, and `learn` of a callback to all objects
         if k not in ('_iterator', 'learn'):

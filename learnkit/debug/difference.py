@@ -105,9 +105,9 @@ def first_difference(
     Both runs need checkpoints, and Learners that are made as for training: see `Learner.rewind`. Different versions of
     torch, devices, numbers of processes and, with one `fit` for both, numbers of epochs are reported first. Otherwise
     the recorded losses are compared, then the rows of the histories and the evaluations, then the newest checkpoints
-    that both runs have: weights, buffers, optimizer, generators, callbacks. Both runs are repeated from the newest
-    checkpoint in which they are equal, up to the batch in which the difference arises, which is repeated event by
-    event.
+    that both runs have: weights, buffers, optimizer, generators, callbacks. Last, a run that was stopped differs from
+    one that has trained on; a run that was killed does not. Both runs are repeated from the newest checkpoint in which
+    they are equal, up to the batch in which the difference arises, which is repeated event by event.
 
     A quantity is a loss, a batch, the order of samples, a weight, a buffer, a gradient, an option or a state of the
     optimizer, or the generators of random numbers. With `atol` tensors are kept instead of digests, in the memory of
@@ -144,8 +144,10 @@ def first_difference(
         return Difference(runs[0].first, '', '', found[0], found)
     common = CommonCheckpoints(runs[0], runs[1], atol)
     symptom = _find_symptom(runs[0], runs[1], common, atol)
+    if symptom is None and lengths:
+        return Difference(runs[0].first, '', '', lengths[0], lengths)
     if symptom is None:
-        return Difference(runs[0].first, '', '', lengths[0], lengths) if lengths else None
+        return _compare_ends(*runs)
     known = common.find_equal_before(symptom.end - 1)
     low = max(known, *(run.first for run in runs))
     found_there = _repeat(learners, low, symptom, fit, atol)
@@ -177,6 +179,18 @@ def _compare_environments(a: RecordedRun, b: RecordedRun) -> list[str]:
 def _compare_lengths(a: RecordedRun, b: RecordedRun) -> list[str]:
     n, m = (run.info['n_epoch'] for run in (a, b))
     return [] if n == m else [f'number of epochs ({n or "a budget"} and {m or "a budget"})']
+
+
+def _compare_ends(a: RecordedRun, b: RecordedRun) -> Difference | None:
+    "Return the difference of a run that has ended and one that has trained on, or None."
+    for run, other in ((a, b), (b, a)):
+        ba = run.info['ba']
+        if other.info['ba'] > ba and run.has_ended():
+            what = (
+                f'end of the run (after batch {ba}; the other one has at least {other.info["ba"]})'
+            )
+            return Difference(ba, 'after_fit', '', what, [what])
+    return None
 
 
 # -- records ---------------------------------------------------------------------------------------

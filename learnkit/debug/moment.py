@@ -22,7 +22,9 @@ from learnkit.debug.record import Record, refuse
 from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
 from learnkit.debug.trace import digest
 from learnkit.distributed.dtensor import gather_full_state
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback_state import keeps_attributes
+from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.engine.own_loop import list_overrides
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.snapshot import restored
@@ -135,18 +137,24 @@ def travel(
 ) -> None:
     """Train silently until a callback ends the fit, then leave the function that trains.
 
-    The function may run several fits: `fine_tune` would otherwise unfreeze the model and begin the second one."""
-    own_fit = learn.fit
+    The function may run several fits: `fine_tune` would otherwise unfreeze the model and begin the second one.
+    Callbacks with `writes_files` that it adds, such as a `Checkpoint` of the fit, are left out."""
+    own_fit, own_add = learn.fit, learn.add_cbs
 
     def fit_and_leave(*args: Any, **kwargs: Any) -> None:
         own_fit(*args, **kwargs)
         if stop.held:
             raise _Arrived
 
+    def add_silent(added: Any) -> Any:
+        new = [as_callback(cb) for cb in as_list(added)]
+        return own_add([cb for cb in new if not declared(cb, 'writes_files')])
+
     stop.loss_funcs = learn.loss_func, None
     with silenced(learn), learn.added_cbs([*cbs, stop]), suppress(_Arrived):
         try:
-            with patch.object(learn, 'fit', fit_and_leave):
+            fit_patch = patch.object(learn, 'fit', fit_and_leave)
+            with fit_patch, patch.object(learn, 'add_cbs', add_silent):
                 fit(learn, resume=resume)
         finally:
             learn.parts.callbacks.release(stop.held)
@@ -173,6 +181,7 @@ class Moment:
         stop: StopBefore,  # what was kept before the batch
         outside: Mapping[str, Any],  # states of callbacks that write files, when the run was there
         find_before: Callable[[int], Any],  # f(ba): where to resume to come to a batch, or None
+        made: Mapping[int, set[str]],  # result of `list_attributes` before the run was repeated
         record: Record | None = None,  # recorded losses; None: not comparable
         exact: bool = True,  # whether a different loss is an error
     ) -> None:
@@ -188,6 +197,7 @@ class Moment:
         self._state = stop.state
         self._outside = outside
         self._find_before = find_before
+        self._made = made
         self._record = record
         self._exact = exact
         self._is_checked = False  # whether the step had the recorded loss
@@ -306,6 +316,7 @@ class Moment:
             Path(learn.path) / n for n in names if not (Path(learn.path) / n).exists()
         )
         assert self._state is not None
+        self._remove_new_attributes()
         return {**self._state, 'callbacks': {**self._state['callbacks'], **self._outside}}
 
     # -- the batch ---------------------------------------------------------------------------------
@@ -367,6 +378,7 @@ class Moment:
         with restored(self.learn):
             if resume is not self._state:  # a callback may have changed it on the way
                 self.learn.loss_func = self._first_loss_func
+            self._remove_new_attributes()
             travel(self.learn, stop, self._fit, resume, cbs)
         if resume is self._state and stop.first_batch != self._digest:
             refuse([f'batch {self.ba} is not the same batch again'], self._exact)
@@ -374,6 +386,17 @@ class Moment:
             state = resume.state if isinstance(resume, ResumeState) else resume
             self._compare(stop, state['loop']['done']['ba'])
             self._is_checked = True
+
+    def _remove_new_attributes(self) -> None:
+        "Remove the attributes that callbacks lacked when they were made; a state that is loaded may lack them, too."
+        for cb in self.learn.cbs:
+            for name in vars(cb).keys() - self._made.get(id(cb), vars(cb).keys()):
+                del vars(cb)[name]
+
+
+def list_attributes(learn: Learner) -> dict[int, set[str]]:
+    "Return the names of the attributes of each callback whose attributes are its state, by the callback's id."
+    return {id(cb): set(vars(cb)) for cb in learn.cbs if keeps_attributes(cb)}
 
 
 class _MeasureSamples(StopBefore):

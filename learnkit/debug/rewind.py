@@ -27,11 +27,11 @@ from learnkit.core.model import preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, Timestamp
 from learnkit.core.validation import warn_user
-from learnkit.debug.moment import Fit, Moment, StopBefore, travel
+from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, travel
 from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import declared
-from learnkit.engine.resume import ResumeState, find_checkpoint_folder
+from learnkit.engine.resume import SAVE_POINTS, ResumeState, find_checkpoint_folder
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -86,6 +86,12 @@ class RecordedRun:
         state, _ = read_state(self.checkpoints[0].path)
         recorder: dict[str, Any] = state['callbacks'].get('recorder', {})
         return recorder
+
+    def has_ended(self) -> bool:
+        "Return True if the newest checkpoint is of the end of the fit, not of a run that was killed."
+        loop = read_state(self.checkpoints[0].path)[0]['loop']
+        is_last = loop['stopping'] or loop['epoch'] + 1 == loop['n_epoch']
+        return bool(SAVE_POINTS[loop['place']] == 'epoch' and is_last)
 
     def read_record(self) -> Record:
         "Return the recorded losses."
@@ -240,6 +246,7 @@ def _go(
     if origin is not None:
         resume, saved = _read_checkpoint(learn, run, origin)
     outside = _collect_outside(learn, saved)
+    made = list_attributes(learn)
     needed = set(run.info['callbacks']).difference(key for _, key in _list_silent(learn))
     stop = StopBefore(until, None if resume is None else resume.state, needed)
     try:
@@ -257,7 +264,7 @@ def _go(
             return stop.first if ba >= run.first else None
         return _read_checkpoint(learn, run, before)[0]
 
-    return Moment(learn, fit, stop, outside, find_before, record, exact)
+    return Moment(learn, fit, stop, outside, find_before, made, record, exact)
 
 
 def _run_lazy_layers(learn: Learner, xb: tuple[Any, ...]) -> None:

@@ -127,6 +127,8 @@ class Replicas(Parallelism):
         first step of a resumed run equals the step of an uninterrupted run. The model does not take part, unless the
         wrapper depends on its graph; what the model's passes change is then restored."""
         model = self.wrapped.module
+        # after a pass without averaging, the wrapper leaves the buffers of each rank as they are
+        shares_buffers = self.wrapped.require_forward_param_sync
         grads = [(p, p.grad) for p in model.parameters()]
         for p, _ in grads:
             p.grad = None  # the pass must not add to accumulated gradients
@@ -141,6 +143,7 @@ class Replicas(Parallelism):
                     _run_backward(self.wrapped())
         finally:
             self.wrapped.module = model
+            self.wrapped.require_forward_param_sync = shares_buffers
             for p, grad in grads:
                 p.grad = grad
 

@@ -358,8 +358,33 @@ class Callback:
         return f'{type(self).__name__}({arguments})' if arguments else type(self).__name__
 
 
+def has_user_code(
+    cb: object,  # callback of this package, of a user or of another package
+) -> bool:
+    """Return True if the class of a callback is not from this package, or a handler is a function from elsewhere.
+
+    >>> has_user_code(Callback()), has_user_code(Callback(before_fit=print))
+    (False, True)
+    """
+    if not is_from_learnkit(type(cb)):
+        return True
+    own = vars(cb)
+    functions: list[Any] = [own[name] for name in EVENTS if isinstance(own.get(name), FunctionType)]
+    functions += [
+        f.__func__ for f in own.values() if isinstance(f, MethodType) and f.__self__ is cb
+    ]
+    return not all(map(is_from_learnkit, functions))
+
+
+def is_from_learnkit(
+    o: Any,  # class or function
+) -> bool:
+    "Return True if a class or function is defined in this package."
+    return str(getattr(o, '__module__', '')).partition('.')[0] == 'learnkit'
+
+
 def _record_attributes(init: Callable[..., None]) -> Callable[..., None]:
-    "Wrap a constructor of this package: a user's subclass notes the names of the attributes that it has set."
+    "Wrap a constructor of this package: a callback with a user's code notes the names of the attributes set by it."
 
     @wraps(init)
     def call(self: Callback, *args: Any, **kwargs: Any) -> None:
@@ -367,7 +392,7 @@ def _record_attributes(init: Callable[..., None]) -> Callable[..., None]:
         own = self.__dict__
         before = set(own)
         init(self, *args, **kwargs)
-        if not type(self).__module__.startswith('learnkit.'):
+        if has_user_code(self):
             own[SET_BY_BASE] = own.get(SET_BY_BASE, frozenset()) | (own.keys() - before)
 
     return call

@@ -33,7 +33,13 @@ from learnkit.core.model import model_device
 from learnkit.core.plain import ATOMS, as_plain, is_dense, own_attributes, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.core.validation import warn_user
-from learnkit.engine.callback import SET_BY_BASE, Callback, declared
+from learnkit.engine.callback import (
+    SET_BY_BASE,
+    Callback,
+    declared,
+    has_user_code,
+    is_from_learnkit,
+)
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -152,7 +158,7 @@ def load_states(learn: Learner, states: Mapping[str, Any]) -> None:
         try:
             _load_state(cb, states.get(key))
         except Exception as e:
-            if _is_from_learnkit(type(cb)) and not isinstance(e, LearnkitError):
+            if is_from_learnkit(type(cb)) and not isinstance(e, LearnkitError):
                 raise CheckpointError(
                     f'The state of the callback `{key}` cannot be loaded: {type(e).__name__}: {e}.'
                 ) from e
@@ -200,10 +206,9 @@ def _load_state(cb: Any, state: Any) -> None:
 
 
 def has_own_state(cb: Any) -> bool:
-    "Return True if the callback's class defines `state_dict`, or is one of this package."
+    "Return True if the callback's class defines `state_dict`, or all code of the callback is from this package."
     state_dict = getattr(type(cb), 'state_dict', None)
-    is_own = _is_from_learnkit(type(cb)) and type(cb) is not Callback  # made of functions
-    return is_own or state_dict not in (None, Callback.state_dict)
+    return not has_user_code(cb) or state_dict not in (None, Callback.state_dict)
 
 
 def keeps_attributes(cb: Any) -> bool:
@@ -212,17 +217,12 @@ def keeps_attributes(cb: Any) -> bool:
 
 
 def _inherits_state(cb: Any) -> bool:
-    """Return True if a user's class inherits `state_dict` from a callback of this package.
+    """Return True if a callback with a user's code has the `state_dict` of a callback of this package.
 
-    The inherited method does not know the attributes of the subclass.
+    This method does not know the attributes of a subclass, nor the attributes that functions have set.
     """
     definer = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
-    is_inherited = definer is not Callback and _is_from_learnkit(definer)
-    return is_inherited and not _is_from_learnkit(type(cb))
-
-
-def _is_from_learnkit(cls: type) -> bool:
-    return cls.__module__.partition('.')[0] == 'learnkit'
+    return definer is not Callback and is_from_learnkit(definer) and has_user_code(cb)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def _is_part(value: Any) -> bool:
         return value.requires_grad
     if isinstance(value, Callback):
         return value.learn is not None
-    return isinstance(value, _RECREATED_TYPES) or _is_from_learnkit(type(value)) or callable(value)
+    return isinstance(value, _RECREATED_TYPES) or is_from_learnkit(type(value)) or callable(value)
 
 
 def _encode_attribute(value: Any, cb: Any) -> Any:
@@ -406,9 +406,20 @@ def _decode_own_class(data: Any, now: Any) -> Any:
     return type(now)[data] if isinstance(now, Enum) else type(now)(*decode(data, None))
 
 
+def _is_scalar(value: Any) -> bool:
+    "Return True for a scalar of NumPy that an object of Python holds exactly."
+    return isinstance(value, np.generic) and type(value.item()) in ATOMS
+
+
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float)}
 
 data_kinds: dict[str, DataKind] = {
+    # NumPy's numbers compute in their own precision; np.float64 is also a float
+    'number': DataKind(
+        _is_scalar,
+        lambda value: (value.dtype.str, value.item()),
+        lambda data, cb: np.dtype(data[0]).type(data[1]),
+    ),
     'array': DataKind(_is(np.ndarray), _encode_array, lambda t, cb: t.numpy().copy()),
     'Path': DataKind(lambda value: isinstance(value, PurePath), str, lambda name, cb: Path(name)),
     'timedelta': DataKind(_is(timedelta), timedelta.total_seconds, lambda s, cb: timedelta(0, s)),
@@ -440,8 +451,6 @@ data_kinds: dict[str, DataKind] = {
 def encode(value: Any) -> Any:
     "Return a value as data that loads safely. Raises one of `_ENCODE_ERRORS` for any other value."
     kind = type(value)
-    if isinstance(value, np.generic):
-        return encode(value.item())
     if kind in ATOMS:
         return value
     if kind in (list, tuple):

@@ -31,6 +31,7 @@ from learnkit.metrics.base import Mean, is_scalar
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
 # open loggers, which are closed at exit, even if they were removed from their Learner
+_ALL_STEPS = 2**62  # later than any step: keep the whole log
 open_loggers: WeakSet[Logger] = WeakSet()
 
 
@@ -94,6 +95,7 @@ class Logger(Callback):
         self._id: str | None = None  # id of the run of a service; None before the first `open`
         self._is_new_log = True  # whether the log was never opened
         self._kept_step: int | None = None  # last step that a resumed log keeps
+        self._has_batches = True  # whether a resumed fit has trained or evaluated a batch
         self._n_in_log = -1  # last step that a resumed log has already
         self._step_offset = 0  # step minus number of batches
         self._last_written = -1  # last written step
@@ -180,6 +182,7 @@ class Logger(Callback):
 
     def before_batch(self) -> None:
         "Write finished steps if they are due."
+        self._has_batches = True
         if self._is_due:
             self._write_rows()
 
@@ -287,20 +290,26 @@ class Logger(Callback):
         if new:
             self.write(new)
         self._last_written = steps[-1]
+        if self._kept_step is not None:
+            self._kept_step = max(self._kept_step, steps[-1])
 
     def _begin(self) -> None:
         "Open the backend if it is closed; at the start of a fit, also set the first step and log the configuration."
         is_resumed = self._kept_step is not None
+        if is_resumed and self._has_batches:
+            self.close()  # a fit that had ended has opened it without dropping steps
         if self._handle is None:
+            keep = self._kept_step if self._has_batches else _ALL_STEPS
             with preserved_rng():  # W&B and MLflow draw names and ids
-                self._handle, found = self.open(self._kept_step)
+                self._handle, found = self.open(keep)
             if is_resumed:
                 self._n_in_log = found
             else:
                 self._last_written = max(self._last_written, found)
             self._is_new_log = False
-            self._kept_step = None
             _close_at_exit(self)
+        if self._has_batches:
+            self._kept_step = None
         if not self._is_new_fit:
             return
         self._is_new_fit = False
@@ -391,7 +400,9 @@ class Logger(Callback):
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Continue after the last step of the state; later steps are dropped from the log."
+        """Continue after the last step of the state; later steps are dropped from the log at the next batch.
+
+        A fit that had ended has no next batch, and the log may hold the steps of later fits."""
         self._clear()
         self.close()
         self._interval.load_state_dict(sd['interval'])
@@ -401,6 +412,7 @@ class Logger(Callback):
         self._logged_columns = set(sd['in_log'])
         self._is_new_log = False
         self._kept_step = sd['handed']
+        self._has_batches = False
         self._settings = {**sd['settings'], **self._settings}
         self._rows = decode_rows(sd['rows'])
         self._is_due = sd['due']

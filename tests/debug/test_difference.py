@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnkit import Callback, Checkpoint, DataLoaders, GradientClip, Learner
+from learnkit import Callback, Checkpoint, DataLoaders, FixedStopper, GradientClip, Learner
 from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
 from learnkit.debug.difference import Difference, first_difference
 from learnkit.optim import Adam
@@ -387,3 +387,23 @@ def test_another_number_of_epochs(tmp_path: Path) -> None:
             learn.fit(n)
     found = first_difference(tmp_path / 'a', tmp_path / 'b', make=make_normed)
     assert found is not None and found.what == 'number of epochs (3 and 4)'
+
+
+def test_a_run_that_was_stopped_and_one_that_was_killed(tmp_path: Path) -> None:
+    def die(cb: Callback) -> None:
+        if cb.learn.time.ba == 13:
+            raise KeyboardInterrupt
+
+    stopper = FixedStopper('12ba')
+    for name, cbs in {'whole': [], 'stopped': [stopper], 'killed': []}.items():
+        with make(tmp_path / name, *cbs).no_bar() as learn:
+            if name == 'killed':
+                with pytest.raises(KeyboardInterrupt):
+                    learn.fit(EPOCHS, cbs=Callback(before_batch=die))
+            else:
+                learn.fit(EPOCHS)
+    whole, stopped, killed = (make(tmp_path / name) for name in ('whole', 'stopped', 'killed'))
+    for pair in ((whole, stopped), (stopped, whole)):
+        found = first_difference(*pair)
+        assert found is not None and found.batch == 12 and 'end of the run' in found.what
+    assert first_difference(whole, killed) is None

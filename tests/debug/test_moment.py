@@ -19,6 +19,7 @@ from learnkit import (
     EMA,
     Callback,
     Checkpoint,
+    CSVLogger,
     DataLoaders,
     Learner,
     MixUp,
@@ -60,6 +61,13 @@ def set_loss(cb: Any) -> None:
         cb.learn.loss_func = nn.L1Loss()
 
 
+def weigh_by_count(cb: Any) -> None:
+    "Weigh the training losses by a count in an attribute that the first batch makes."
+    if cb.training:
+        cb.n = vars(cb).get('n', 0) + 1
+        cb.learn.loss_grad = cb.learn.loss_grad * (1 + cb.n / 10)
+
+
 PROGRAMS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], Any, tuple[int, ...]]] = {
     'plain': (list, {}, None, (3, 6, 13, 20)),
     'frozen': (list, {'splitter': split}, fine_tune, (3, 7, 13, 15, 21, 30)),
@@ -67,6 +75,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], Any, tuple[in
     'mixup': (lambda: [MixUp()], {}, None, (3, 13)),
     'average': (lambda: [EMA(0.9)], {}, None, (6, 13)),
     'rate by epoch': (lambda: [ReduceLROnPlateau(patience=1, min_delta=9)], {}, None, (7, 15, 23)),
+    'a new attribute': (lambda: [Callback(after_loss=weigh_by_count)], {}, None, (2, 3, 13)),
     'loss in epoch 1': (lambda: [Callback(after_epoch=set_loss)], {}, None, (8, 9)),
 }
 
@@ -104,6 +113,30 @@ def test_a_look_at_another_loss_function_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f'batch 10 .* had the loss {losses[10]}'):
             look()
     assert type(plain.loss_func) is type(moment.learn.loss_func)
+
+
+def test_callbacks_of_the_fit_that_write_files_take_no_part(tmp_path: Path) -> None:
+    def fit(learn: Learner, **options: Any) -> None:
+        folder = tmp_path / 'run'
+        saver = Checkpoint('5ba', folder, keep_last=None, background=False)
+        learn.fit(EPOCHS, cbs=[saver, SaveModelCallback(), CSVLogger()], **options)
+
+    def list_files() -> list[Any]:
+        found = [path for path in tmp_path.rglob('*') if path.is_file()]
+        return sorted((path, path.stat().st_mtime_ns) for path in found)
+
+    with redirect_stdout(StringIO()):
+        run = make(tmp_path, after := After())
+        run.remove_cbs(Checkpoint)
+        fit(run)
+        again = make(tmp_path, After())
+        again.remove_cbs(Checkpoint)
+        before = list_files()
+        moment = again.rewind(13, fit=fit, folder=tmp_path / 'run')
+        for _ in range(2):
+            assert moment.step() == after.losses[13]
+            assert len(moment.samples()) == BS and moment.layers()
+    assert list_files() == before
 
 
 class Drifting(Dataset[tuple[Tensor, Tensor]]):

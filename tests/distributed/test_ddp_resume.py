@@ -148,7 +148,25 @@ class Moves(nn.Module):
         return self.last(out + self.mean)
 
 
-def count_passes(path: Path, n_ranks: int, kills: Any = (), **options: Any) -> list[dict[str, Any]]:
+class Follows(Moves):
+    "A model that changes its buffer in place: it differs by rank until the wrapper shares it again."
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.first(x).tanh()
+        if self.training:
+            self.n += 1
+            self.mean.lerp_(out.detach().mean(0), 0.1)
+        return self.last(out + self.mean.clone())
+
+
+def count_passes(
+    path: Path,
+    n_ranks: int,
+    kills: Any = (),
+    kind: type[Moves] = Moves,
+    n_acc: int = 1,
+    **options: Any,
+) -> list[dict[str, Any]]:
     "Train an epoch of 8 batches, interrupted after some of them; return counts and weights of each rank."
 
     def job(rank: int, broken_off: int | None) -> dict[str, Any]:
@@ -159,9 +177,10 @@ def count_passes(path: Path, n_ranks: int, kills: Any = (), **options: Any) -> l
             model = cb.learn.model
             counts.append((cb.learn.time.ba, model.n, model.hooked))
 
-        cbs = [Checkpoint(every='1ba'), Callback(batch_checkpoint=note)]
+        cbs = [Checkpoint(every=f'{n_acc}ba'), Callback(batch_checkpoint=note)]
         dls = make_dls(8 * 4 * n_ranks, 4, n_valid=4)
-        learn = Learner(dls, Moves(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
+        cbs += [GradientAccumulation(batches=n_acc)] if n_acc > 1 else []
+        learn = Learner(dls, kind(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
         learn.logger = noop
         learn.model.double()
         with (
@@ -188,3 +207,13 @@ def test_a_start_and_a_resume_run_no_forward_pass_that_counts(
         assert killed[rank]['counts'] == whole[rank]['counts'][5:]
         assert torch.equal(whole[rank]['weights'], killed[rank]['weights'])
         assert torch.equal(whole[rank]['mean'], killed[rank]['mean'])
+
+
+@pytest.mark.parametrize('n_ranks', [2, 3])
+def test_buffers_are_shared_when_gradients_have_been_averaged(n_ranks: int, tmp_path: Path) -> None:
+    accumulating: dict[str, Any] = {'kind': Follows, 'n_acc': 2}
+    whole = count_passes(tmp_path / 'whole', n_ranks, **accumulating)
+    killed = count_passes(tmp_path / 'killed', n_ranks, (4, 6), **accumulating)
+    for wanted, got in zip(whole, killed, strict=True):
+        assert torch.allclose(wanted['weights'], got['weights'], rtol=0, atol=1e-15)
+        assert torch.equal(wanted['mean'], got['mean'])

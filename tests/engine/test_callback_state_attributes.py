@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from fastcore.foundation import L
 
-from learnkit import Callback, TrackerCallback
+from learnkit import Callback, Periodic, PeriodicData, TrackerCallback
 from learnkit.engine.callback_state import (
     collect_attributes,
     lost_attributes,
@@ -54,6 +55,9 @@ class Remembers(Callback):
         self.opt.set_hyper('lr', 0.01 + 0.001 * (len(self.seen) + len(self.ids) + sum(self.last)))
 
 
+NAMES = ('callback', 'periodic', 'periodic_data')
+
+
 def make() -> Any:
     torch.manual_seed(0)
     return synth_learner(n_train=3, cbs=Remembers())
@@ -76,6 +80,12 @@ def test_whatever_is_data_survives() -> None:
         defaultdict(list, x=[1]),
         Path('a/b'),
         b'a',
+        np.float32(0.1),
+        np.float64(0.1),
+        np.int8(3),
+        np.bool_(True),
+        np.str_('a'),
+        [np.complex64(1j)],
     ],
 )
 def test_values_are_restored(value: Any) -> None:
@@ -84,6 +94,22 @@ def test_values_are_restored(value: Any) -> None:
     put_attributes(other, through_a_file({'state': collect_attributes(cb)})['state'])
     back = vars(other)['value']
     assert type(back) is type(value) and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize('form', [Callback, partial(Periodic, '100ba'), PeriodicData])
+def test_functions_keep_the_attributes_that_they_set(form: Any) -> None:
+    def count(cb: Any) -> None:
+        if cb.training:
+            cb.n = vars(cb).get('n', 0) + 1
+            cb.opt.set_hyper('lr', 0.01 * cb.n)  # the next step depends on the attribute
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return synth_learner(n_train=3, cbs=form(after_step=count))
+
+    kept = check_every_place(make)
+    last = next(iter(kept[-1]['callbacks'][key] for key in kept[-1]['callbacks'] if key in NAMES))
+    assert last['__attributes__'] == {'n': 6}
 
 
 def test_options_are_those_of_the_checkpoint() -> None:

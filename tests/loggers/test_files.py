@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit import Callback, OptionError
+from learnkit import Callback, Checkpoint, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from tests.helpers.forks import start
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
@@ -81,6 +82,35 @@ def test_resume_drops_what_came_after_the_checkpoint(
     assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
     # the checkpoint came before the row of step 10
     assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
+
+
+@BOTH
+@pytest.mark.parametrize('killed_after', [10, 12, 17, 20])
+def test_a_fit_that_had_ended_drops_no_steps_of_the_next_fit(
+    tmp_path: Path, cls: Any, name: str, killed_after: int
+) -> None:
+    def train(kill: bool) -> None:
+        learn = learner(tmp_path, LogHalf, cls(every='5ba'))
+        if kill:
+            learn.add_cb(Callback(batch_checkpoint=die, order=3000))
+        for folder in ('a', 'b'):
+            learn.fit(1, resume=True, cbs=Checkpoint('2ba', tmp_path / folder, background=False))
+
+    def die(cb: Any) -> None:
+        if cb.learn.time.ba == killed_after:
+            os._exit(0)
+
+    for kill in (True, False):
+        with start(partial(train, kill)) as child:
+            assert child.wait() == 0, child.stderr
+    rows = read_log(tmp_path / name)
+    assert [row['step'] for row in rows] == list(range(1, 21))
+    expected = [v / 2 for v in plain_losses(2)[0]]
+    assert [row['half'] for row in rows] == pytest.approx(expected, rel=1e-6)
+    assert [row['step'] for row in rows if 'valid_loss' in row] == [10, 20]
+    if name.endswith('jsonl'):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert sum('params' in line for line in lines) == 2
 
 
 @BOTH
