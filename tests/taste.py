@@ -1,4 +1,5 @@
-"""Print where the package's style, its docstrings and the layout of its tests differ from the rules of STYLE.md.
+"""Print where statements, docstrings and the layout of tests differ from the rules in the section Style of
+CONTRIBUTING.md.
 
 python -m tests.taste
 

@@ -15,6 +15,7 @@ from learnkit.callbacks import ActivationCheckpointing
 from learnkit.core.errors import ModelError
 from tests.helpers.comparing import same
 from tests.helpers.fsdp import Block
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 
@@ -41,9 +42,7 @@ def learner(model: nn.Module, *cbs: Any, cls: type[Learner] = Learner) -> Learne
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(24, 5, generator=g), torch.randn(24, 1, generator=g)
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=8, shuffle=False)
-    learn = cls(dls, model, nn.MSELoss(), lr=0.01, cbs=cbs)
-    learn.logger = lambda *_: None
-    return learn
+    return quiet_learner(dls, model, nn.MSELoss(), cls=cls, lr=0.01, cbs=cbs)
 
 
 def trained(*cbs: Any) -> tuple[Learner, int]:

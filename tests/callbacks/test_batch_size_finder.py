@@ -25,6 +25,7 @@ from learnkit.checkpoint.digest import differences
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 SIZES: list[int] = []  # not an attribute of the model, which would be restored
@@ -55,9 +56,7 @@ def learner(model: nn.Module, n: int = 40, **kwargs: Any) -> Learner:
     train = TensorLoader(x, y, bs=5, shuffle=True, seed=3)
     dls = DataLoaders(train, TensorLoader(x[:8], y[:8], bs=4), device='cpu')
     options = {'opt_func': Adam, 'metrics': accuracy, 'lr': 0.1, **kwargs}
-    learn = Learner(dls, model, nn.CrossEntropyLoss(), **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model, nn.CrossEntropyLoss(), **options)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from learnkit.engine.run import preserved_state
 from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_dls, synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 NAN = math.nan
 
@@ -33,9 +34,7 @@ def learner(*cbs: Any, lr: float = 0.3) -> Learner:
     noisy = 2 * x + torch.randn(48, 1)
     valid = {'valid': (x[:16], noisy[:16]), 'test': (x, 2 * x + 1)}
     dls = DataLoaders.from_tensors((x, noisy), valid, bs=8, seed=0)
-    learn = synth_learner(dls=dls, lr=lr, metrics=mae, cbs=[*cbs])
-    learn.logger = noop
-    return learn
+    return quiet_synth_learner(dls=dls, lr=lr, metrics=mae, cbs=[*cbs])
 
 
 def test_the_columns_match_the_best_evaluation_so_far() -> None:

@@ -19,13 +19,13 @@ from learnkit import (
     CancelStepException,
     CancelValidException,
     Learner,
-    Recorder,
     TrainEvalCallback,
 )
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.ema import EMA
 from learnkit.core.errors import OptionError, TimeError, WeightsError
 from tests.helpers.comparing import same
+from tests.helpers.learners import bare_learner
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
 
@@ -42,18 +42,9 @@ def batches(n: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 
 def learner(model: nn.Module, *cbs: Any, n: int = 4, **kwargs: Any) -> Learner:
-    learn = Learner(
-        (batches(n), batches(2)),
-        model,
-        F.mse_loss,
-        opt_func=SGD,
-        lr=0.05,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        default_cbs=False,
-        **kwargs,
+    return bare_learner(
+        (batches(n), batches(2)), model, F.mse_loss, opt_func=SGD, lr=0.05, cbs=cbs, **kwargs
     )
-    learn.logger = lambda row: None
-    return learn
 
 
 def averaged_by_torch(model: nn.Module, decay: float, n_epoch: int, every: int = 1) -> nn.Module:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import LRFinder, ShortEpochCallback
 from tests.helpers.every_callback import CLASSES, DEFAULTS, MADE_BY, Net
+from tests.helpers.learners import quiet_learner
 
 
 def make(cls: type[Callback]) -> Callback:
@@ -36,9 +36,7 @@ def learner(cls: type[Callback], path: Path, *cbs: Any) -> Learner:
     if cls.__name__ == 'RNNRegularizer':
         own.insert(0, make(next(c for c in CLASSES if c.__name__ == 'RNNCallback')))
     model = Net(returns_activations)
-    learn = Learner(dls, model, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*own, *cbs])
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*own, *cbs])
 
 
 def own(learn: Learner, cls: type[Callback]) -> Callback:

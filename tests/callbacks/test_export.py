@@ -21,6 +21,7 @@ from learnkit.core.errors import (
     WeightsError,
 )
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 
@@ -35,9 +36,7 @@ def learner(path: Path, *cbs: Any, model: nn.Module | None = None) -> Learner:
         nn.Linear(64, 3),
     )
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=8)
-    learn = Learner(dls, model or net, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*cbs])
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model or net, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*cbs])
 
 
 def loaded(path: Path) -> Any:

@@ -12,13 +12,11 @@ from torch import nn
 from learnkit import Callback, Recorder
 from learnkit.callbacks.lr_finder import LRFinder, minimum, valley
 from learnkit.core.errors import LossError, MetricError, OptimizerError, ScheduleError
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(**kwargs: Any) -> Any:
-    learn = synth_learner(**kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(**kwargs)
 
 
 def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:

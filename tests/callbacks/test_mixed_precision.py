@@ -24,6 +24,7 @@ from learnkit import (
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from tests.helpers.comparing import same
 from tests.helpers.compiling import needs_whole_step
+from tests.helpers.learners import quiet_learner
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -45,11 +46,9 @@ def learner(
 ) -> Learner:
     options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
     dls = (data(), data(2, seed=2))
-    learn = Learner(
+    return quiet_learner(
         dls, model or net(), loss_func or nn.CrossEntropyLoss(), cbs=list(cbs), **options
     )
-    learn.logger = noop
-    return learn
 
 
 def state(model: nn.Module) -> list[Tensor]:

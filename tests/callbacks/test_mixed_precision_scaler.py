@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import (
@@ -22,6 +21,7 @@ from learnkit import (
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.errors import OptionError
 from tests.helpers.comparing import same
+from tests.helpers.learners import quiet_learner
 
 Batches = list[tuple[Tensor, Tensor]]
 Maker = Callable[..., Any]
@@ -50,9 +50,7 @@ def state(model: nn.Module) -> list[Tensor]:
 def learner(*cbs: Any, batches: Batches | None = None, **kwargs: Any) -> Learner:
     options = {'opt_func': SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
     dls = data() if batches is None else batches
-    learn = Learner(dls, net(), nn.CrossEntropyLoss(), cbs=list(cbs), **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, net(), nn.CrossEntropyLoss(), cbs=list(cbs), **options)
 
 
 def after(order: float, **handlers: Any) -> Callback:

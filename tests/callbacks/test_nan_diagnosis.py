@@ -13,13 +13,12 @@ from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.core.errors import LossError
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_learner
 
 
 def learner(x: Tensor) -> Learner:
     dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, shuffle=False)
-    learn = Learner(dls, nn.Linear(2, 1), nn.MSELoss(), lr=0.1, cbs=GuardNonFinite('raise'))
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, nn.Linear(2, 1), nn.MSELoss(), lr=0.1, cbs=GuardNonFinite('raise'))
 
 
 def test_raise_names_the_batch_and_what_is_not_finite() -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torch_lr
 
-from learnkit import Callback, DataLoaders, Learner, MixedPrecision
+from learnkit import Callback, DataLoaders, MixedPrecision
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedCos, SchedLin
 from learnkit.engine.budget import Budget
 from learnkit.engine.callback import declared
 from tests.helpers.comparing import same
+from tests.helpers.learners import quiet_learner
 
 N_BATCHES, N_EPOCH = 5, 3
 
@@ -26,9 +27,7 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
     x = torch.randn(4 * N_BATCHES, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4)
-    learn = Learner(dls, model, loss_func=nn.MSELoss(), lr=0.05, cbs=list(cbs), **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model, loss_func=nn.MSELoss(), lr=0.05, cbs=list(cbs), **kwargs)
 
 
 def straight_and_resumed(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit import Callback, Learner
@@ -17,12 +16,11 @@ from learnkit.core.errors import CancelEpochException, OptionError, TimeError
 from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def quiet(**kwargs: Any) -> Learner:
-    learn = synth_learner(**kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_synth_learner(**kwargs)
 
 
 # ------------------------------------------------------------------------------------------ by time

@@ -24,7 +24,7 @@ from learnkit import (
 )
 from learnkit.callbacks.schedule import LRScheduler
 from learnkit.core.errors import MetricError, OptimizerError, OptionError
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(n_train: int = 5, **kwargs: Any) -> Any:
@@ -34,9 +34,7 @@ def learner(n_train: int = 5, **kwargs: Any) -> Any:
         'cbs': [TrainEvalCallback, Recorder],
         **kwargs,
     }
-    learn = synth_learner(n_train=n_train, n_valid=1, default_cbs=False, **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(n_train=n_train, n_valid=1, default_cbs=False, **options)
 
 
 def plain(make: Callable[[Any], Any], n: int, values: Any = None) -> Any:

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from learnkit import Callback, Learner, Recorder, TrainEvalCallback, before_batch_cb
 from learnkit.callbacks.training import BnFreeze, CastToTensor, ChannelsLast, ShortEpochCallback
 from learnkit.core.errors import OptionError
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
-    learn = synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
 
 
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:

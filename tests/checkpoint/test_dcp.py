@@ -197,19 +197,39 @@ def test_what_is_not_whole_is_passed_over(written, tmp_path, harm, name):
         learner().load(last)
 
 
-class Calls:
-    "An object pickled as a call of `os.system`."
+def mark(path):
+    "Create an empty file, as proof that this function was called."
+    Path(path).touch()
 
-    def __init__(self, command):
-        self.command = command
+
+class Calls:
+    "An object pickled as a call of `mark`."
+
+    def __init__(self, path, function=mark):
+        self.path, self.function = str(path), function
 
     def __reduce__(self):
-        return os.system, (self.command,)
+        return self.function, (self.path,)
 
 
-def test_a_hostile_folder_runs_nothing(written, tmp_path):
+def attribute(monkeypatch, owner, module, name):
+    "Return a function like `mark`, for the time of a test an attribute of `owner`, by which it is pickled."
+
+    def function(path):
+        mark(path)
+
+    function.__module__, function.__qualname__ = module, name
+    held = staticmethod(function) if isinstance(owner, type) else function
+    monkeypatch.setattr(owner, 'mark', held, raising=False)
+    return function
+
+
+def test_a_hostile_folder_runs_nothing(written, tmp_path, monkeypatch):
     "Anyone who can write a folder can write its digests."
-    folder = copied(written, tmp_path)
+    # functions that a pickle finds as attributes of what a description of tensors needs
+    of_torch = attribute(monkeypatch, torch.serialization, 'torch', 'serialization.mark')
+    of_path = attribute(monkeypatch, Path, 'pathlib', 'Path.mark')
+    folder, sentinel = copied(written, tmp_path), tmp_path / 'sentinel'
     path = sorted(folder.glob('*.ckpt'))[-1]
     parts = find_parts_folder(path)
     metadata = (parts / '.metadata').read_bytes()
@@ -218,22 +238,20 @@ def test_a_hostile_folder_runs_nothing(written, tmp_path):
     bytes_metadata.state_dict_metadata[name] = (
         torch.distributed.checkpoint.metadata.BytesStorageMetadata()
     )
-    hostile = [
-        pickle.dumps(Calls(f'touch {tmp_path}/sentinel')),
-        b'\x80\x04\x8c\x05torch\x8c\x17serialization.os.system\x93\x8c\x04true\x85R.',
-        pickle.dumps(bytes_metadata),
-        pickle.dumps({'a': 1}),
-        b'',
-    ]
-    for content in hostile:
+    calls = [pickle.dumps(Calls(sentinel, f), 4) for f in (mark, of_torch, of_path)]
+    for content in [*calls, pickle.dumps(bytes_metadata), pickle.dumps({'a': 1}), b'']:
         (parts / '.metadata').write_bytes(content)
         with pytest.raises(DamagedError, match=f'{path.name} .*: its parts cannot be read'):
             load_parts(read_state(path)[0], path)
     (parts / '.metadata').write_bytes(metadata)
-    (parts / '__0_0.distcp').write_bytes(pickle.dumps(Calls(f'touch {tmp_path}/sentinel')) * 1000)
+    (parts / '__0_0.distcp').write_bytes(calls[0] * 1000)
     with pytest.raises(DamagedError, match='cannot be read'):
         load_parts(read_state(path)[0], path)
-    assert not (tmp_path / 'sentinel').exists()
+    assert not sentinel.exists()
+    for content in calls:  # each would run
+        pickle.loads(content)
+        assert sentinel.exists()
+        sentinel.unlink()
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from safetensors import safe_open
 from torch import nn
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner, OptionError, WeightsError
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 N = 5  # batches an epoch
@@ -38,9 +38,7 @@ def make(path: Path, *cbs: Any, seed: int = 0, **options: Any) -> Learner:
     x = torch.randn(4 * N, 3, generator=torch.Generator().manual_seed(5))
     dls = DataLoaders.from_tensors((x, x[:, :1]), (x[:8], x[:8, 1:2]), bs=4, seed=1)
     saver = Checkpoint('2ba', keep_last=None, trainable_only=True, **options)
-    learn = Learner(dls, Net(seed), nn.MSELoss(), lr=0.01, path=path, cbs=[saver, *cbs])
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, Net(seed), nn.MSELoss(), lr=0.01, path=path, cbs=[saver, *cbs])
 
 
 def saved_weights(path: Path) -> set[str]:

@@ -28,6 +28,7 @@ from learnkit import (
 )
 from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
+from tests.helpers.learners import quiet_learner
 from tests.helpers.measuring import devices
 
 N_BATCHES = 8
@@ -56,10 +57,7 @@ def learner(device: str, *cbs: Any, num_workers: int = 0, **kwargs: Any) -> Lear
     torch.manual_seed(0)
     dls = DataLoaders.from_datasets(Noisy(), None, 8, num_workers=num_workers, device=device)
     options = {'opt_func': Adam, 'lr': 0.01, **kwargs}
-    learn = Learner(dls, make_net(), F.cross_entropy, cbs=list(cbs), **options)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, make_net(), F.cross_entropy, cbs=list(cbs), **options, has_bar=False)
 
 
 def weights(model: nn.Module) -> Tensor:

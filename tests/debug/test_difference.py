@@ -15,6 +15,7 @@ from learnkit import Callback, Checkpoint, DataLoaders, FixedStopper, GradientCl
 from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
 from learnkit.debug.difference import Difference, first_difference
 from learnkit.optim import Adam
+from tests.helpers.learners import quiet_learner
 
 N, BS, EPOCHS = 48, 8, 3
 
@@ -41,7 +42,7 @@ def make(
     generator = torch.Generator().manual_seed(order)
     dl = DataLoader(Noisy(scale), BS, shuffle=True, generator=generator)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-    learn = Learner(
+    return quiet_learner(
         DataLoaders(dl),
         model,
         nn.MSELoss(),
@@ -50,8 +51,6 @@ def make(
         path=path,
         cbs=[Checkpoint('5ba', keep_last=None), *cbs],
     )
-    learn.logger = lambda *_: None
-    return learn
 
 
 class Plant(Callback):
@@ -206,7 +205,7 @@ def make_normed(
     x = torch.randn(N, 4)
     dl = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BS, shuffle=True)
     layers = (nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    learn = Learner(
+    return quiet_learner(
         DataLoaders(dl, DataLoader(Shifted(shift), BS)),
         nn.Sequential(*layers),
         nn.MSELoss(),
@@ -217,8 +216,6 @@ def make_normed(
         cbs=[Checkpoint(every, keep_last=None), *cbs],
         **options,
     )
-    learn.logger = lambda *_: None
-    return learn
 
 
 @torch.no_grad()

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from learnkit import Callback, GradientClip, LRMonitor, MixUp, OptimizerMonitor
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(n_train: int = 3, **kwargs: Any) -> Any:
-    learn = synth_learner(n_train=n_train, n_valid=1, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(n_train=n_train, n_valid=1, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------ explain

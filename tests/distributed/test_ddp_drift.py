@@ -26,6 +26,7 @@ from tests.helpers.distributing import (
     rows,
     weights,
 )
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -59,10 +60,7 @@ def with_dicts(bs: int) -> Learner:
         [{'input_ids': x, 'labels': y} for x, y in zip(*make_data(n), strict=True)] for n in (51, 9)
     )
     dls = DataLoaders(DataLoader(train, bs), DataLoader(valid, bs), device='cpu')
-    learn = Learner(dls, Reader(), None)
-    learn.logger = lambda row: None
-    learn.remove_cb(learn.progress)
-    return learn
+    return quiet_learner(dls, Reader(), None, has_bar=False)
 
 
 def test_tokens_are_counted_over_all_processes() -> None:

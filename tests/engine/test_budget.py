@@ -24,6 +24,7 @@ from learnkit.engine.events import EVENTS
 from learnkit.engine.snapshot import preserve_dataloaders
 from learnkit.testing import RegModel, synth_dls, synth_learner
 from tests.helpers.clock import use_clock
+from tests.helpers.learners import quiet_synth_learner
 
 NEVER = set(
     'before_load after_load before_predict after_predict after_error close post_close'.split()
@@ -56,9 +57,7 @@ def learner(n_train: int = 10, bs: int = 4, lengthless: bool = False, **kwargs: 
     dls = synth_dls(bs=bs, n_train=n_train)
     if lengthless:
         dls.train = Lengthless(dls.train)
-    learn = synth_learner(dls=dls, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(dls=dls, **kwargs)
 
 
 @pytest.mark.parametrize('lengthless', [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from learnkit import EMA, Callback, CallbackError, EarlyStoppingCallback
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 class Counter(Callback):
@@ -29,9 +29,7 @@ class Counter(Callback):
 
 
 def learner(*cbs: Any) -> Any:
-    learn = synth_learner(cbs=list(cbs), n_train=3, n_valid=1)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(cbs=list(cbs), n_train=3, n_valid=1)
 
 
 def test_two_of_one_class_keep_separate_states() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from learnkit import DataLoaders, Learner, mae
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError
+from tests.helpers.learners import quiet_learner
 from tests.helpers.refusing import X, Y, make, refuses, trains
 
 
@@ -71,9 +72,7 @@ POINTS, CLASSES = torch.randn(64, 4), torch.arange(64) % 3
 
 def learner(model: nn.Module, loss_func: Any = None) -> Learner:
     dls = DataLoaders.from_tensors((POINTS, CLASSES), bs=16, device='cpu')
-    learn = Learner(dls, model, loss_func or nn.CrossEntropyLoss())
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model, loss_func or nn.CrossEntropyLoss())
 
 
 def warnings_of(do: Callable[[], Any]) -> list[str]:

@@ -46,6 +46,7 @@ from learnkit.losses import (
     FocalLossFlat,
     LabelSmoothingCrossEntropyFlat,
 )
+from tests.helpers.learners import bare_learner
 
 WEIGHT = torch.tensor([1.0, 4.0, 0.5], dtype=torch.float64)
 
@@ -142,11 +143,7 @@ def make_learner(loss_func: Any, *cbs: Any, train: Any = ONE_EACH, **kwargs: Any
     options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.5, **kwargs}
     dls = (train, train)
     model = nn.Linear(3, 3).double()
-    learn = Learner(
-        dls, model, loss_func, default_cbs=False, cbs=[TrainEvalCallback, Recorder, *cbs], **options
-    )
-    learn.logger = lambda row: None
-    return learn
+    return bare_learner(dls, model, loss_func, cbs=cbs, **options)
 
 
 def test_a_weight_func_of_another_name_is_refused() -> None:

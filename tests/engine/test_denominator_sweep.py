@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import SGD, DataLoaders, GradientAccumulation, Learner, Recorder, TrainEvalCallback
+from learnkit import SGD, DataLoaders, GradientAccumulation, Learner
+from tests.helpers.learners import bare_learner
 
 N_FEATURES = 4
 WEIGHT = torch.tensor([1.0, 4.0, 0.2, 2.0], dtype=torch.float64)
@@ -223,18 +224,7 @@ def compute_whole(case: Case, batch: Batch) -> tuple[float, Tensor]:
 
 def make_learner(case: Case, train: Any, valid: Any = None, *cbs: Any, **options: Any) -> Learner:
     dls = DataLoaders(train, valid, n_inp=1)
-    learn = Learner(
-        dls,
-        Scale(case.activation),
-        case.make(),
-        SGD,
-        lr=0.5,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        **options,
-    )
-    learn.logger = lambda row: None
-    return learn
+    return bare_learner(dls, Scale(case.activation), case.make(), SGD, lr=0.5, cbs=cbs, **options)
 
 
 def trained_gradient(learn: Learner) -> Tensor:

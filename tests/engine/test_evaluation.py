@@ -21,6 +21,7 @@ from learnkit import (
 )
 from learnkit.data.evaluator import Evaluator
 from learnkit.testing import synth_dls, synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 class Seen(Callback):
@@ -47,9 +48,7 @@ def learner(n_train: int = 5, valid: Any = None, **kwargs: Any) -> Any:
     dls = synth_dls(bs=8, n_train=n_train)
     if valid is not None:
         dls = DataLoaders(dls.train, valid(dls.valid))
-    learn = synth_learner(dls=dls, model=net(), lr=0.05, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(dls=dls, model=net(), lr=0.05, **kwargs)
 
 
 @pytest.mark.parametrize(

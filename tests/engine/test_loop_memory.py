@@ -31,6 +31,7 @@ from learnkit import (
     TrainEvalCallback,
     accuracy,
 )
+from tests.helpers.learners import quiet_learner
 
 aten = torch.ops.aten
 ASKS = (aten._local_scalar_dense, aten.is_nonzero, aten.equal)  # item, float, bool, tolist ...
@@ -184,9 +185,7 @@ def mean_pred(pred: Tensor, y: Tensor) -> Tensor:
 def watched(**kwargs: Any) -> Any:
     x = torch.randn(16, 1)
     dls = DataLoaders.from_tensors((x, 2 * x), (x[:8], 2 * x[:8]), bs=4, device='cpu')
-    learn = Learner(dls, Watched(), squares, opt_func=torch.optim.SGD, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, Watched(), squares, opt_func=torch.optim.SGD, **kwargs)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import SAM, Callback, DataLoaders, FitError, Learner
+from tests.helpers.learners import quiet_learner
 
 
 class Hungry(nn.Module):
@@ -44,11 +45,9 @@ def data(n: int = 40, bs: int = 16) -> DataLoaders:
 
 def learner(model: Hungry, microbatch: Any = 'auto', **kwargs: Any) -> Learner:
     dls = data()
-    learn = Learner(
+    return quiet_learner(
         dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, microbatch=microbatch, **kwargs
     )
-    learn.logger = lambda row: None
-    return learn
 
 
 def weights(learn: Learner) -> Tensor:

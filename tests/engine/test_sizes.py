@@ -22,6 +22,7 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.core.batch import count_samples
+from tests.helpers.learners import quiet_learner
 
 N, LENGTH, BS = 30, 7, 4
 Item = tuple[Tensor, Tensor]
@@ -84,9 +85,7 @@ def make_learner(dl: Any, model: nn.Module | None = None, *cbs: Any, **options: 
     cbs = (TrainEvalCallback, Recorder, *cbs)
     loss_func = options.pop('loss_func', nn.MSELoss())
     dls = DataLoaders(dl, dl)
-    learn = Learner(dls, model, loss_func, SGD, default_cbs=False, cbs=cbs, **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model, loss_func, SGD, default_cbs=False, cbs=cbs, **options)
 
 
 LOADERS: dict[str, Callable[[list[Item]], Any]] = {

@@ -16,14 +16,12 @@ from learnkit import (
     MixUp,
 )
 from learnkit.engine.timings import EVERY, FIRST
-from learnkit.testing import synth_learner
 from tests.helpers.clock import use_clock
+from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(n_train: int = 3, **kwargs: Any) -> Any:
-    learn = synth_learner(n_train=n_train, n_valid=1, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(n_train=n_train, n_valid=1, **kwargs)
 
 
 def test_one_step_in_so_many_is_measured() -> None:

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, Recorder, SkipToEpoch, TrainEvalCallback
-from learnkit.testing import synth_dls, synth_learner
+from learnkit.testing import synth_dls
+from tests.helpers.learners import quiet_synth_learner
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
-    learn = synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
 
 
 def test_start_epoch_trains_only_from_there_on() -> None:

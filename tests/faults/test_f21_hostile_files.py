@@ -1,11 +1,11 @@
 """Row 21: files that would run code. Pickles in files of weights are refused, their globals named, and nothing runs.
 
-That each would run is shown by `torch.load(weights_only=False)`, which leaves the sentinel. A checkpoint has no pickle:
+The function that they call is `mark` of this module, which only creates a file. That each would run is shown by
+`torch.load(weights_only=False)`, which leaves the sentinel. A checkpoint has no pickle:
 nothing of it is ever unpickled, and what the header says is compared with the file."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -23,14 +23,19 @@ from learnkit.core.errors import DamagedError, WeightsError
 from tests.faults.file_helpers import make_state, saved, with_state, write
 
 
-class Calls:
-    "An object pickled as a call of `f`."
+def mark(path: str) -> None:
+    "Create an empty file, as proof that this function was called."
+    Path(path).touch()
 
-    def __init__(self, f: Any, *args: Any) -> None:
-        self.f, self.args = f, args
+
+class Calls:
+    "An object pickled as a call of `mark`."
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
 
     def __reduce__(self) -> Any:
-        return self.f, self.args
+        return mark, (self.path,)
 
 
 class Sets:
@@ -45,19 +50,20 @@ class Sets:
 
 def in_a_callback(path: Path) -> Any:
     state = make_state()
-    state['callbacks']['recorder']['history'][1]['valid_loss'] = Calls(os.system, f'touch {path}')
+    state['callbacks']['recorder']['history'][1]['valid_loss'] = Calls(path)
     return state
 
 
+MARK = r'test_f21_hostile_files\.mark'
 PAYLOADS: dict[str, tuple[Callable[[Path], Any], str]] = {  # what is saved, and a named global
-    'a call': (lambda p: {'a': Calls(os.system, f'touch {p}')}, 'posix.system'),
-    'in a state of a callback': (in_a_callback, 'posix.system'),
+    'a call': (lambda p: {'a': Calls(p)}, MARK),
+    'in a state of a callback': (in_a_callback, MARK),
     'BUILD': (lambda p: {'a': Sets(p)}, r'test_f21_hostile_files\.Sets'),
-    'as a key': (lambda p: {('a', Calls(os.system, f'touch {p}')): 1}, 'posix.system'),
-    'instead of the state': (lambda p: Calls(os.system, f'touch {p}'), 'posix.system'),
+    'as a key': (lambda p: {('a', Calls(p)): 1}, MARK),
+    'instead of the state': (lambda p: Calls(p), MARK),
     'a numpy array': (
-        lambda p: {'a': [torch.ones(2).numpy(), Calls(os.system, f'touch {p}')]},
-        r'numpy\..*posix',
+        lambda p: {'a': [torch.ones(2).numpy(), Calls(p)]},
+        rf'numpy\..*{MARK}',
     ),
 }
 
@@ -127,7 +133,7 @@ def test_a_message_cannot_write_to_the_terminal(tmp_path: Path) -> None:
 def test_sample_inputs_of_a_program(tmp_path: Path) -> None:
     "An exported program, which unpickles its sample inputs, is neither a checkpoint nor weights."
     path, sentinel = tmp_path / 'net.pt2', tmp_path / 'sentinel'
-    torch.save(((Calls(os.system, f'touch {sentinel}'),), {}), buffer := BytesIO())
+    torch.save(((Calls(sentinel),), {}), buffer := BytesIO())
     with ZipFile(path, 'w') as z:
         z.writestr('net/models/model.json', '{}')
         z.writestr('net/data/sample_inputs/model.pt', buffer.getvalue())

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.testing import RegModel
+from tests.helpers.learners import quiet_learner
 
 
 def make_learner(
@@ -26,7 +26,7 @@ def make_learner(
     x = torch.randn(8 * n_train, 1)
     batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in range(0, len(x), 8)]
     dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[1:3]})
-    learn = Learner(
+    return quiet_learner(
         dls,
         model or RegModel(),
         nn.MSELoss(),
@@ -36,8 +36,6 @@ def make_learner(
         cbs=[cb if isinstance(cb, (Callback, type)) else adapt(cb) for cb in cbs],
         **kwargs,
     )
-    learn.logger = noop
-    return learn
 
 
 class Read:

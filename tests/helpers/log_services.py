@@ -21,6 +21,7 @@ from learnkit.loggers import (
     log_images,
     log_text,
 )
+from tests.helpers.log_server import PostLogger, server_points
 
 PIXELS = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(1, 3, 4, 5)
 
@@ -121,8 +122,10 @@ def mlflow_points(path: Path, name: str) -> list[tuple[int, float]]:
 Points = Callable[[Path, str], list[tuple[int, Any]]]
 
 
+# name of a module, logger, and reader of a value's steps and numbers
 SERVICES: list[tuple[str, Callable[..., Logger], Points]] = [
     ('tensorboard', lambda **k: TensorBoardLogger('tb', **k), tensorboard_points),
     ('wandb', lambda **k: WandbLogger(**k), wandb_points),
     ('mlflow', lambda **k: MlflowLogger(**k), mlflow_points),
+    ('http', lambda **k: PostLogger(**k), server_points),  # over the network
 ]

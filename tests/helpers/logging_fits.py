@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import SGD, Callback, DataLoaders, Learner
 from learnkit.loggers import Logger
+from tests.helpers.learners import quiet_learner
 
 N_BATCHES, BS = 10, 4
 
@@ -39,9 +39,7 @@ def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
     model = nn.Linear(3, 1)
     dls = DataLoaders.from_tensors((x, y), (vx, vy), bs=BS, shuffle=False)
     options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.1, **kwargs}
-    learn = Learner(dls, model, nn.MSELoss(), cbs=list(cbs), path=path, **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model, nn.MSELoss(), cbs=list(cbs), path=path, **options)
 
 
 def plain_losses(n_epoch: int, lr: float = 0.1) -> tuple[list[float], list[float]]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks.mixup import MixHandler
+from tests.helpers.learners import quiet_learner
 
 N, CLASSES = 8, 5
 
@@ -42,9 +42,7 @@ def learner(
 ) -> Learner:
     dls = (images(), images(2, seed=2)) if batches is None else batches
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'cbs': list(cbs), **kwargs}
-    learn = Learner(dls, model or net(), loss_func or nn.CrossEntropyLoss(), **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model or net(), loss_func or nn.CrossEntropyLoss(), **options)
 
 
 class Notes(Callback):

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
+from tests.helpers.learners import quiet_learner
 
 N_BATCHES = 6
 BS = 4
@@ -258,11 +258,9 @@ def learner(
     opt_func: Any, path: Path | str = '.', dtype: torch.dtype = torch.float32, **options: Any
 ) -> Learner:
     dls = DataLoaders.from_tensors(data(dtype), data(dtype), bs=BS, shuffle=False, device='cpu')
-    learn = Learner(
+    return quiet_learner(
         dls, net(dtype), nn.MSELoss(), opt_func, **{'lr': 0.05, 'path': path, **options}
     )
-    learn.logger = noop
-    return learn
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 
 from learnkit import DataLoaders, Learner
 from learnkit.interop import from_composer
 from learnkit.testing import RegModel
+from tests.helpers.learners import quiet_learner
 
 ONE_PIECE = (
     'before_forward after_forward before_loss after_loss before_backward after_backward'.split()
@@ -57,11 +57,9 @@ def learner(cb: Any, **kwargs: Any) -> Learner:
     x = torch.randn(24, 1)
     loader = lambda n: [(x[8 * i : 8 * i + 8], 2 * x[8 * i : 8 * i + 8]) for i in range(n)]
     dls = DataLoaders(loader(3), {'day': loader(2), 'night': loader(2)})
-    learn = Learner(
+    return quiet_learner(
         dls, RegModel(), torch.nn.MSELoss(), lr=0.1, microbatch=4, cbs=from_composer(cb), **kwargs
     )
-    learn.logger = noop
-    return learn
 
 
 def test_fit_fires_all_in_order() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from learnkit import Callback, Checkpoint, DataLoaders, Learner
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import ComposerTime, ComposerTimestamp
+from tests.helpers.learners import quiet_learner
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
@@ -65,7 +66,7 @@ class Model(nn.Module):
 def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     "Return 5 training batches of 8 samples, and 2 validation batches."
     adapted = [from_composer(cb) for cb in cbs]
-    learn = Learner(
+    return quiet_learner(
         (BATCHES, BATCHES[:2]),
         model or Model(),
         opt_func=torch.optim.SGD,
@@ -73,8 +74,6 @@ def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner
         cbs=[*adapted, *kwargs.pop('also', ())],
         **kwargs,
     )
-    learn.logger = noop
-    return learn
 
 
 def trained_by_hand(n: int, scale: float = 1.0) -> tuple[Model, list[float]]:

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 
 from learnkit import Callback, DataLoaders, Evaluator, GradientAccumulation, Learner
 from learnkit.interop import from_composer, from_ksuit
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
-    learn = synth_learner(n_train=4, n_valid=1, path=path, cbs=list(cbs), **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_synth_learner(n_train=4, n_valid=1, path=path, cbs=list(cbs), **kwargs)
 
 
 class Ends:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 
 from learnkit import DataLoaders, Learner, WeightsError, load_learner, mae
 from learnkit.interop import from_hub, push_to_hub, save_for_hub
+from tests.helpers.learners import quiet_learner
 
 hub = pytest.importorskip('huggingface_hub')
 
@@ -26,9 +26,7 @@ def build(hidden: int) -> nn.Module:
 def make(path: Path) -> Learner:
     x = torch.randn(16, 2)
     dls = DataLoaders.from_tensors((x, x[:, :1]), (x, x[:, :1]), bs=4)
-    learn = Learner(dls, build(3), nn.MSELoss(), lr=0.01, metrics=mae, path=path)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, build(3), nn.MSELoss(), lr=0.01, metrics=mae, path=path)
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Checkpoint, DataLoaders, Learner, WeightsError
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
+from tests.helpers.learners import quiet_learner
 from tests.helpers.libraries import require
 
 peft = require('peft')
@@ -51,9 +51,7 @@ def make(path: Path, base: Any = None, **options: Any) -> Learner:
     saver = Checkpoint('1ba', keep_last=None, **options)
     opt_func = torch.optim.SGD
     dls = DataLoaders(rows(), rows())
-    learn = Learner(dls, model, opt_func=opt_func, lr=0.1, path=path, cbs=saver)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model, opt_func=opt_func, lr=0.1, path=path, cbs=saver)
 
 
 def test_training_matches_a_loop_by_hand(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from learnkit import (
     ValueMetric,
 )
 from learnkit.interop import from_composer
+from tests.helpers.learners import quiet_learner
 
 X = torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -47,9 +48,7 @@ def make_learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Le
     options = {'loss_func': F.cross_entropy, 'lr': 0.1, 'opt_func': SGD, **kwargs}
     dls = kwargs.pop('dls', None) or (batches[:3], batches[3:])
     options.pop('dls', None)
-    learn = Learner(dls, model or make_model(), cbs=list(cbs), **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model or make_model(), cbs=list(cbs), **options)
 
 
 def train_by_hand(
@@ -551,9 +550,7 @@ class Rows(list[dict[str, Any]]):
 def composer_learner(*cbs: Any, **kwargs: Any) -> Learner:
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, **kwargs}
     adapted = [from_composer(cb) for cb in cbs]
-    learn = Learner((Rows(), Rows()[:1]), ComposerNet(), cbs=adapted, **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner((Rows(), Rows()[:1]), ComposerNet(), cbs=adapted, **options)
 
 
 def listener(**hooks: Callable[[Any, Any], Any]) -> Any:

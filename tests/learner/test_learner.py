@@ -35,16 +35,13 @@ from learnkit import (
     to_detach,
 )
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
     "Return a Learner with a history that prints nothing."
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    learn = Learner(
-        dls, model, loss, cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **options
-    )
-    learn.logger = lambda row: None
-    return learn
+    return bare_learner(dls, model, loss, cbs=cbs, **options)
 
 
 def mean_square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

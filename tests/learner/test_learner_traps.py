@@ -33,6 +33,7 @@ from learnkit.core.errors import (
 )
 from learnkit.data import TensorLoader
 from learnkit.optim.annealing import SchedLin
+from tests.helpers.learners import quiet_learner
 
 X, Y = torch.randn(64, 4), torch.arange(64) % 3
 
@@ -40,17 +41,13 @@ X, Y = torch.randn(64, 4), torch.arange(64) % 3
 def learner(model: nn.Module | None = None, loss_func: Any = None, **options: Any) -> Learner:
     dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, device='cpu')
     loss_func = nn.CrossEntropyLoss() if loss_func is None else loss_func
-    learn = Learner(dls, model or nn.Linear(4, 3), loss_func, **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model or nn.Linear(4, 3), loss_func, **options)
 
 
 def learner_of(
     dls: Any, model: nn.Module | None = None, loss_func: Any = F.cross_entropy
 ) -> Learner:
-    learn = Learner(dls, model or nn.Linear(4, 3), loss_func)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model or nn.Linear(4, 3), loss_func)
 
 
 # -------------------------------------------------------------------------------- accumulated batches

@@ -24,6 +24,7 @@ from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.debug.samples import measure_samples
 from learnkit.metrics import accuracy
+from tests.helpers.learners import quiet_learner
 
 
 class Extra(nn.Module):
@@ -99,9 +100,7 @@ def make(path: Path, in_every_mode: bool = False) -> Learner:
     dls = DataLoaders.from_tensors((x[:32], y[:32]), (x[32:], y[32:]), bs=8, device='cpu')
     cbs = [Replay(), EMA(0.5)]
     options = {'lr': 0.01, 'metrics': accuracy, 'path': path, 'cbs': cbs}
-    learn = Learner(dls, Moves(in_every_mode), nn.CrossEntropyLoss(), **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, Moves(in_every_mode), nn.CrossEntropyLoss(), **options)
 
 
 def noop(*given: Any, **named: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from learnkit import OptionError
+from tests.helpers.log_server import LogHandler, PostLogger, run_address, server_points
 from tests.helpers.log_services import SERVICES
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
@@ -47,6 +49,12 @@ def test_resumed_runs_have_each_step_once(tmp_path: Path, service: Any) -> None:
     assert {20, 30} <= {s for s, _ in points(tmp_path, 'valid_loss')} <= {10, 20, 30}
 
 
+@pytest.mark.parametrize(
+    'service',
+    [service for service in SERVICES if service[0] != 'http'],
+    indirect=True,
+    ids=lambda service: service[0],
+)
 def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     make, _ = service
     for name in ('tb', 'wandb', 'mlruns'):
@@ -55,3 +63,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     with pytest.raises(OptionError, match='cannot be written'):
         learn.fit(1)
     assert learn.time.ba == 0
+
+
+def test_a_server_that_refuses(tmp_path: Path) -> None:
+    learn = learner(tmp_path, LogHalf, PostLogger(every='5ba'))
+    refused = run_address(tmp_path)
+    LogHandler.refused.add(refused)
+    with pytest.raises(HTTPError, match='503') as e:
+        learn.fit(1)
+    assert any('PostLogger.before_batch' in note for note in e.value.__notes__)
+    LogHandler.refused.remove(refused)
+    assert learn.time.ba == 5 and server_points(tmp_path, 'half') == []
+    learn.fit(1)
+    assert [step for step, _ in server_points(tmp_path, 'half')] == list(range(6, 16))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import numpy as np
 import pytest
 
-import learnkit.callbacks
-import learnkit.metrics
 from learnkit.core.errors import OptionError
-from learnkit.metrics import as_metrics
 from learnkit.metrics.direction import MetricProperties, as_comparison
+from tests.helpers.every_metric import EVERY_METRIC, GIVEN, make_metric
 
 LOWER = set(
     (
@@ -20,24 +15,19 @@ LOWER = set(
         'Perplexity perplexity HammingLoss HammingLossMulti'
     ).split()
 )
-OTHERS = (
-    'Metric Mean AvgMetric ElementMean AvgLoss AvgSmoothLoss SumMetric ValueMetric TorchMetric '
-    'as_metrics check_column dry_run measures_batches LossMetric LossMetrics AccumMetric '
-    'skm_to_fastai'
-).split()
 
 
-def metric(name: str) -> Any:
-    made = getattr(learnkit.metrics, name)
-    needs_beta = name.startswith('FBeta')
-    return as_metrics(
-        made(2) if needs_beta else made() if inspect.isclass(made) or name[0].isupper() else made
-    )[0]
-
-
-@pytest.mark.parametrize('name', [n for n in learnkit.metrics.__all__ if n not in OTHERS])
+@pytest.mark.parametrize('name', [name for name in EVERY_METRIC if name not in GIVEN])
 def test_every_metric_of_the_package_is_known(name: str) -> None:
-    assert MetricProperties()[metric(name).name] == ('lower' if name in LOWER else 'higher')
+    metric = make_metric(name)
+    way = MetricProperties().get(metric.name)
+    assert way is not None, (
+        f'{type(metric).__module__}: no pattern matches the column {metric.name!r} of {name}; add one to `_PATTERNS` '
+        'in learnkit/metrics/direction.py, and if lower is better, the name to LOWER in this file'
+    )
+    assert way == ('lower' if name in LOWER else 'higher'), (
+        f'{name} is {way!r} by `_PATTERNS` in learnkit/metrics/direction.py, and something else by LOWER in this file'
+    )
 
 
 @pytest.mark.parametrize(

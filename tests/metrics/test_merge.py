@@ -19,6 +19,7 @@ from learnkit.core.errors import MetricError
 from learnkit.metrics.averages import as_metrics
 from learnkit.metrics.base import AvgSmoothLoss, Metric, merge_losses
 from learnkit.metrics.merge import check_mergeable, interleave, merge_states, shared_state
+from tests.helpers.every_metric import EVERY_METRIC, kind_of, make_metric
 
 torchmetrics = pytest.importorskip('torchmetrics')
 tm = torchmetrics.classification
@@ -38,6 +39,10 @@ def batches(kind: str, n: int = 53, bs: int = 5) -> list[Any]:
     values, losses = torch.randn(n, 2, generator=g), torch.rand(n, generator=g)
     pred, targ = {
         'classes': (scores, classes),
+        'two classes': (scores[:, :2], classes % 2),
+        'nine classes': (torch.randn(n, 9, generator=g), classes),
+        'labels': (scores, (scores + torch.randn(n, 4, generator=g) > 0).long()),
+        'positive': (values[:, 0].exp(), values.sum(1).exp()),
         'regression': (values[:, 0], values.sum(1)),
         'pixels': (
             scores.reshape(n, 4, 1, 1).expand(n, 4, 2, 3) + torch.randn(n, 4, 2, 3, generator=g),
@@ -79,23 +84,23 @@ def wiggles(p: Tensor, t: Tensor) -> Tensor:
     return (p[1:] - p[:-1]).abs().sum()  # by the order of the samples
 
 
+# not merged: the losses of each step are (`merge_losses`), and a value of the user's is of one process
+ALONE = {'AvgSmoothLoss', 'ValueMetric'}
+
+
 def metric_of(thing: Any, **options: Any) -> Callable[[], Metric]:
     return lambda: as_metrics(
         thing(**options) if options or isinstance(thing, (type, partial)) else thing
     )[0]
 
 
-CASES = {
-    'accuracy': ('classes', metric_of(M.accuracy)),
+CASES: dict[str, tuple[str, Callable[[], Metric]]] = {
+    name: (kind_of(name), partial(make_metric, name)) for name in EVERY_METRIC if name not in ALONE
+}
+CASES |= {
     'top_k': ('classes', metric_of(partial(M.ElementMean, partial(M.top_k_accuracy, k=2)))),
-    'BrierScore': ('classes', metric_of(M.BrierScore)),
-    'F1Score': ('classes', metric_of(M.F1Score, average=None)),
-    'RocAuc': ('classes', metric_of(M.RocAuc)),
-    'SpearmanCorrCoef': ('regression', metric_of(M.SpearmanCorrCoef)),
-    'DiceMulti': ('pixels', metric_of(M.DiceMulti)),
-    'CorpusBLEUMetric': ('tokens', metric_of(M.CorpusBLEUMetric)),
+    'F1Score of each class': ('classes', metric_of(M.F1Score, average=None)),
     'AccumMetric in order': ('regression', metric_of(M.AccumMetric, func=wiggles)),
-    'LossMetric': ('classes', metric_of(M.LossMetric, attr='part')),
     'renamed': ('classes', lambda: as_metrics({'f1': M.F1Score(average='macro')})[0]),
     'torchmetrics accuracy': ('classes', metric_of(tm.MulticlassAccuracy, num_classes=4)),
     'torchmetrics auroc': ('classes', metric_of(tm.MulticlassAUROC, num_classes=4)),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.recorder import Recorder
 from learnkit.monitors.activation_monitor import ActivationMonitor
+from tests.helpers.learners import quiet_learner
 from tests.helpers.measuring import transfers
 
 
@@ -38,9 +39,7 @@ def learner(model: nn.Module, x: Tensor, *cbs: Callback, bs: int = 4, **kwargs: 
     y = torch.zeros(len(x), 1)
     batches = list(zip(x.split(bs), y.split(bs), strict=True))
     dls = DataLoaders(batches, batches[:1])
-    learn = Learner(dls, model, mean_square, lr=0.01, cbs=list(cbs), **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model, mean_square, lr=0.01, cbs=list(cbs), **kwargs)
 
 
 def expected(t: Tensor) -> dict[str, float]:

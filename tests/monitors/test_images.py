@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
@@ -14,6 +13,7 @@ from learnkit.core.errors import BatchError
 from learnkit.loggers import Logger
 from learnkit.monitors.images import ImageVisualizer, class_colors
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_learner
 
 
 class Taker(Callback):
@@ -42,9 +42,7 @@ def learner(*cbs: Any, n_out: int = 3, seed: int = 0, **kwargs: Any) -> Learner:
     targ, loss = (x, nn.MSELoss()) if n_out == 1 else (y, nn.CrossEntropyLoss())
     valid = {'day': (x[:8], targ[:8]), 'night': (x[8:], targ[8:])}
     dls = DataLoaders.from_tensors((x, targ), valid, bs=4, shuffle=False)
-    learn = Learner(dls, Segmenter(n_out), loss, lr=0.1, cbs=[*cbs], **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, Segmenter(n_out), loss, lr=0.1, cbs=[*cbs], **kwargs)
 
 
 def test_inputs_are_shown_first_and_after_each_interval_and_in_each_evaluation() -> None:

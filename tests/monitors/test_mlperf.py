@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import GradientAccumulation
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.monitors.mlperf import MLPerf
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def closeness(pred: Tensor, targ: Tensor) -> Tensor:
@@ -24,9 +23,9 @@ def closeness(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
-    learn = synth_learner(n_train=4, lr=0.01, path=path, cbs=[*cbs], metrics=closeness, **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_synth_learner(
+        n_train=4, lr=0.01, path=path, cbs=[*cbs], metrics=closeness, **kwargs
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

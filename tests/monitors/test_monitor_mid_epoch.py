@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastcore.basics import noop
-
 from learnkit import Callback, Learner
 from learnkit.callbacks import (
     ActivationMonitor,
@@ -18,7 +16,7 @@ from learnkit.callbacks import (
     SpeedMonitor,
 )
 from learnkit.loggers import JSONLinesLogger, read_log
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 MONITORS = (
     SpeedMonitor,
@@ -32,9 +30,7 @@ MONITORS = (
 
 def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
     "Return a Learner with six batches per epoch, and one batch in each of two validation loaders."
-    learn = synth_learner(n_train=6, n_valid=1, lr=0.05, path=path, cbs=list(cbs), **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_synth_learner(n_train=6, n_valid=1, lr=0.05, path=path, cbs=list(cbs), **kwargs)
 
 
 # -- what is printed, recorded and logged ----------------------------------------------------------

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import Callback, Learner, OptimizerError, Recorder, TrainEvalCallback
+from learnkit import Callback, Learner, OptimizerError
 from learnkit.optim.hyperparams import norm_bias_params, params
 from learnkit.optim.optimizers import MuonAdamW, hidden_matrices
+from tests.helpers.learners import bare_learner
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this torch has no Muon')
 
@@ -44,16 +45,13 @@ def data(n: int = 6, bs: int = 5) -> list[tuple[Tensor, Tensor]]:
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
-    learn = Learner(
+    return bare_learner(
         (data(), data(2)),
         model,
         F.cross_entropy,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
+        cbs=cbs,
         **{'opt_func': MuonAdamW, 'lr': 0.01, **kwargs},
     )
-    learn.logger = lambda row: None
-    return learn
 
 
 def names(model: nn.Module, ps: Any) -> list[str]:

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 
 from learnkit import SGD, Callback, Recorder, TrainEvalCallback
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Any:
-    learn = synth_learner(
+    return quiet_synth_learner(
         n_train=3, n_valid=1, default_cbs=False, cbs=[TrainEvalCallback, Recorder(), *cbs], **kwargs
     )
-    learn.logger = lambda row: None
-    return learn
 
 
 def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:

@@ -180,6 +180,29 @@ def test_public_names() -> None:
     assert len(names) == len(set(names))
 
 
+# public names of metrics and losses that few users need, and that `learnkit` leaves out
+FOR_FEW = set('BaseLoss Mean as_metrics check_column dry_run measures_batches'.split())
+
+
+@pytest.mark.parametrize('package', ['metrics', 'losses', 'optim'])
+def test_every_metric_loss_and_optimizer_is_a_name_of_the_package(package: str) -> None:
+    names = set(importlib.import_module(f'learnkit.{package}').__all__) - FOR_FEW
+    assert not names - set(learnkit.__all__), 'add them to learnkit/__init__.pyi'
+
+
+def test_one_name_is_one_thing() -> None:
+    "In a notebook, `from learnkit.all import *` would take the last of two things with one name."
+    things: dict[str, dict[int, str]] = {}
+    in_notebook = importlib.import_module('learnkit.all')._MODULES
+    public = [importlib.import_module(f'learnkit{path}'.rstrip('.')) for path in PUBLIC]
+    of_package = [module for module in in_notebook if module.__name__.startswith('learnkit')]
+    for module in {*public, *of_package}:
+        for name in module.__all__:
+            things.setdefault(name, {})[id(getattr(module, name))] = module.__name__
+    twice = {name: sorted(of.values()) for name, of in things.items() if len(of) > 1}
+    assert not twice, 'rename one of them'
+
+
 # --------------------------------------------------------------------------------- README, metadata
 
 

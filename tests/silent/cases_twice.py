@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from learnkit import SAM, SGD, Callback, Checkpoint, DataLoaders, Learner, Replay
 from learnkit.callbacks import ActivationCheckpointing, GuardNonFinite
 from learnkit.interop import from_keras, from_lightning
+from tests.helpers.learners import quiet_learner
 from tests.silent.cases import case
 
 row = partial(case, 'twice')
@@ -48,9 +49,7 @@ def make(model: nn.Module, *cbs: Any, **options: Any) -> Learner:
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 16)[:, None]
     dls = DataLoaders.from_tensors((x, 2 * x), (x[:4], x[:4]), bs=4, device='cpu')
-    learn = Learner(dls, model, nn.MSELoss(), lr=0.01, cbs=[*cbs], **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(dls, model, nn.MSELoss(), lr=0.01, cbs=[*cbs], **options)
 
 
 def count_after(use: Callable[[Learner], object]) -> int:

@@ -25,6 +25,7 @@ from learnkit import (
     first_difference,
 )
 from learnkit.core.errors import CancelBatchException
+from tests.helpers.learners import quiet_learner
 from tests.silent.cases import case
 
 row = partial(case, 'rewind', tolerance=0.0)  # bit for bit
@@ -46,9 +47,7 @@ def make(
     cbs = (Checkpoint(every, keep_last=None, rehearse='rehearse' not in options), *cbs)
     options.pop('rehearse', None)
     dls = DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8))
-    learn = Learner(dls, model, loss, path=path, cbs=cbs, **options)
-    learn.logger = lambda *_: None
-    return learn
+    return quiet_learner(dls, model, loss, path=path, cbs=cbs, **options)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from learnkit import Callback, CancelEpochException, DataLoaders, Learner
 from learnkit.callbacks import LRFinder
 from learnkit.data import Evaluator
+from tests.helpers.learners import quiet_learner
 
 X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
 Y = X.sum(1, keepdim=True)
@@ -23,9 +24,7 @@ def learner(model: nn.Module | None = None, **options: Any) -> Learner:
     torch.manual_seed(0)
     dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, shuffle=False, device='cpu')
     options = {'loss_func': nn.MSELoss(), 'opt_func': torch.optim.SGD, 'lr': 0.1, **options}
-    learn = Learner(dls, model or nn.Linear(3, 1).double(), **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model or nn.Linear(3, 1).double(), **options)
 
 
 def train_by_hand(loss_of: Any = F.mse_loss) -> tuple[Tensor, float]:

@@ -18,6 +18,7 @@ from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, Loss
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics import Metric
+from tests.helpers.learners import quiet_learner
 
 
 def points(n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -36,9 +37,7 @@ def regression(**kwargs: Any) -> Learner:
         'lr': 0.1,
         **kwargs,
     }
-    learn = Learner(dls, nn.Linear(1, 1).double(), **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, nn.Linear(1, 1).double(), **options)
 
 
 # -- targets ---------------------------------------------------------------------------------------
@@ -272,9 +271,9 @@ def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
     torch.manual_seed(0)
     dls = DataLoaders(dl, n_iter=n_iter)
     model = nn.Linear(1, 1).double()
-    learn = Learner(dls, model, nn.MSELoss(), cbs=[Notes, *cbs], opt_func=torch.optim.SGD, lr=1e-3)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        dls, model, nn.MSELoss(), cbs=[Notes, *cbs], opt_func=torch.optim.SGD, lr=1e-3
+    )
 
 
 def test_an_endless_stream_continues() -> None:

@@ -18,10 +18,9 @@ from learnkit import (
     CrossEntropyLossFlat,
     GradientAccumulation,
     Learner,
-    Recorder,
-    TrainEvalCallback,
 )
 from learnkit.metrics import Perplexity
+from tests.helpers.learners import bare_learner
 from tests.helpers.ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -75,16 +74,9 @@ def learner(
     **kwargs: Any,
 ) -> Learner:
     defaults = {'opt_func': SGD, 'lr': 0.5, **kwargs}
-    learn = cls(
-        dls,
-        make_model() if model is None else model,
-        loss_func,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        **defaults,
+    return bare_learner(
+        dls, make_model() if model is None else model, loss_func, cls=cls, cbs=cbs, **defaults
     )
-    learn.logger = lambda row: None
-    return learn
 
 
 def plain_weights(

@@ -24,6 +24,7 @@ from learnkit import (
 from learnkit.callbacks import GuardNonFinite
 from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics import DiceMulti, foreground_acc, top_k_accuracy
+from tests.helpers.learners import quiet_learner
 
 X = torch.linspace(-2, 2, 64 * 3, dtype=torch.float64).sin().view(64, 3)
 Y = X.sum(1, keepdim=True)
@@ -36,9 +37,7 @@ def learner(
     dls = DataLoaders.from_tensors((X, y), (X, y), bs=bs, shuffle=False, device='cpu')
     model = nn.Linear(3, 1).double() if model is None else model
     options = {'opt_func': torch.optim.SGD, 'lr': 0.01, **options}
-    learn = Learner(dls, model, loss_func or nn.MSELoss(), **options)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(dls, model, loss_func or nn.MSELoss(), **options)
 
 
 # -- logs ------------------------------------------------------------------------------------------

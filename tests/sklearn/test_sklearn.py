@@ -43,20 +43,26 @@ EXPECTED = {
 }
 
 
-@pytest.mark.full
+# scikit-learn's checks of an estimator: 2 to 4 seconds with all samples in one batch
+CHECKED = [
+    (Classifier(**WHOLE), {}),
+    (Regressor(**WHOLE), {}),
+]
+CHECKED_LONG = [
+    (Classifier(), EXPECTED),
+    (Regressor(), EXPECTED),
+    (Classifier(loss_func=nn.BCEWithLogitsLoss()), EXPECTED),
+    (Classifier(loss_func=nn.MultiMarginLoss()), EXPECTED),
+    (Classifier(loss_func=nn.SoftMarginLoss()), EXPECTED),
+    (Classifier(loss_func=nn.BCEWithLogitsLoss(), **WHOLE), {}),
+    (Classifier(loss_func=nn.SoftMarginLoss(), **WHOLE), {}),
+]
+
+
+@pytest.mark.filterwarnings('ignore:The given NumPy array is not writable')  # torch warns once
 @pytest.mark.parametrize(
     ('estimator', 'expected'),
-    [
-        (Classifier(), EXPECTED),
-        (Regressor(), EXPECTED),
-        (Classifier(loss_func=nn.BCEWithLogitsLoss()), EXPECTED),
-        (Classifier(loss_func=nn.MultiMarginLoss()), EXPECTED),
-        (Classifier(loss_func=nn.SoftMarginLoss()), EXPECTED),
-        (Classifier(**WHOLE), {}),
-        (Classifier(loss_func=nn.BCEWithLogitsLoss(), **WHOLE), {}),
-        (Classifier(loss_func=nn.SoftMarginLoss(), **WHOLE), {}),
-        (Regressor(**WHOLE), {}),
-    ],
+    [*CHECKED, *(pytest.param(*case, marks=pytest.mark.full) for case in CHECKED_LONG)],
 )
 def test_checks_of_scikit_learn_pass(estimator: Any, expected: dict[str, str]) -> None:
     found = check_estimator(estimator, on_fail=None, on_skip=None, expected_failed_checks=expected)
