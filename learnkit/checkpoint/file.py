@@ -226,10 +226,11 @@ class _Entry:
     def read(self) -> Tensor:
         "Return a new tensor. The file is not mapped: a process ends if a mapped file is cut short."
         raw = allocate_bytes(self.like.nbytes)
+        content: Any = raw.numpy()  # mypy does not know that it is a buffer
         try:
             with self.path.open('rb') as f:
                 f.seek(self.offset)
-                n = f.readinto(memoryview(raw.numpy()))
+                n = f.readinto(content)
                 is_same = n == len(raw) and _identify_version(f) == self.version
         except FileNotFoundError:
             is_same = False
