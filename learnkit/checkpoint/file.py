@@ -303,7 +303,8 @@ def _find_tensors(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
             # a view of the mapped file, of which nothing is read
             like = torch.empty_like(file.get_tensor(name), device='meta')
             offset = 8 + length + header[name]['data_offsets'][0]
-            stored[name] = _Entry(path, version, offset, like)
+            # absolute, as the process may change its working directory
+            stored[name] = _Entry(path.absolute(), version, offset, like)
         return stored, file.metadata() or {}
 
 

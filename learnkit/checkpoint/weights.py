@@ -260,7 +260,9 @@ def _format_dtype(t: Tensor) -> str:
 def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
     "Copy weights into the model's tensors, after `compare_weights`."
     model = bare_model(model)
-    weights = {name: read_values(value) for name, value in _match_names(weights, model).items()}
+    weights = _match_names(weights, model)
+    values = {id(value): read_values(value) for value in weights.values()}  # tied ones once
+    weights = {name: values[id(value)] for name, value in weights.items()}
     if mesh_of(model) is not None:
         current = model.state_dict()
         weights = {
