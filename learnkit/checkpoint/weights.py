@@ -261,7 +261,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = Tr
     "Copy weights into the model's tensors, after `compare_weights`."
     model = bare_model(model)
     weights = _match_names(weights, model)
-    values = {id(value): read_values(value) for value in weights.values()}  # tied ones once
+    unique = {id(value): value for value in weights.values()}  # tied weights are read once
+    values = {key: read_values(value) for key, value in unique.items()}
     weights = {name: values[id(value)] for name, value in weights.items()}
     if mesh_of(model) is not None:
         current = model.state_dict()
