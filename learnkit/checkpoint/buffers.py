@@ -84,7 +84,7 @@ def _put(module: Any, path: str, value: Tensor, persistent: bool) -> bool:
     if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
         return False
     device = model_device(owner, None) if buffer is None else buffer.device
-    owner.register_buffer(name, value.to(device, copy=True), persistent)
+    owner.register_buffer(name, value.clone().to(device), persistent)
     return True
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,11 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learnkit.checkpoint.host import allocate_bytes
 from learnkit.core.errors import CheckpointError, DamagedError
+from learnkit.core.file_tensor import FileTensor
 from learnkit.core.files import atomic_write
 from learnkit.core.plain import identify_memory, is_dense
 
 FORMAT = 2  # version of the layout of files
+MIN_DEFERRED = 1 << 20  # size in bytes from which `read_state` can leave a tensor in the file
 
 _ATOMS = (type(None), bool, int, float, str)
 # dtypes of all supported versions of the library; others are stored as bytes
@@ -208,10 +213,50 @@ def _format_keys(key_path: tuple[Any, ...]) -> str:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
+@dataclass(frozen=True)
+class _Entry:
+    "Place of a tensor in a file, which can be read until the file changes."
+
+    path: Path
+    version: Any  # result of `_identify_version`
+    offset: int  # in bytes
+    like: Tensor  # tensor on the meta device, as it is stored
+    view: Mapping[str, Any] = field(default_factory=dict)  # its entry of `views`
+
+    def read(self) -> Tensor:
+        "Return a new tensor. The file is not mapped: a process ends if a mapped file is cut short."
+        raw = allocate_bytes(self.like.nbytes)
+        content: Any = raw.numpy()  # mypy does not know that it is a buffer
+        try:
+            with self.path.open('rb') as f:
+                f.seek(self.offset)
+                n = f.readinto(content)
+                is_same = n == len(raw) and _identify_version(f) == self.version
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise damaged_error(self.path, 'it was changed or removed while it was read')
+        return _restore_view(raw.view(self.like.dtype).view(self.like.shape), self.view)
+
+    def defer(self) -> Tensor:
+        "Return a tensor that is read when it is needed."
+        return FileTensor.make(_restore_view(self.like, self.view), self.read)
+
+
+def _identify_version(f: BinaryIO) -> Any:
+    "Return file, size and time of modification."
+    status = os.fstat(f.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_state(
+    path: str | Path,
+    deferred: Collection[str] = (),  # entries of the state whose large tensors are `FileTensor`s
+) -> tuple[State, dict[str, Any]]:
     """Return the state in a file and its `info`, and verify the digest of the whole file.
 
-    The tensors are copies on the CPU: the file is neither mapped nor left open.
+    The tensors are copies on the CPU: the file is neither mapped nor left open. Tensors of the entries `deferred`
+    stay in the file until they are used, unless another entry has them too.
 
     Raises `FileNotFoundError`, `DamagedError` for a damaged file, and `CheckpointError` for a format
     that this version cannot read.
@@ -219,7 +264,7 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
     path = Path(path)
     info = read_info(path)
     try:
-        tensors, metadata = read_tensors(path)
+        stored, metadata = _find_tensors(path)
         with path.open('rb') as f:
             digest = _hash_file(f, metadata['sha256'])[1]
     except (OSError, MemoryError):
@@ -230,7 +275,9 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
         raise damaged_error(path, 'its digest differs: bytes have changed since it was written')
     _check_format(info['format'], path)
     try:
-        return _unpack_state(metadata, tensors), info
+        return _unpack_state(metadata, stored, deferred), info
+    except DamagedError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
         raise damaged_error(path, f'its state cannot be read: {shorten_error(e)}') from None
 
@@ -239,12 +286,26 @@ def read_tensors(
     path: Path, device: torch.device | str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     "Return the tensors of a safetensors file, and its metadata. A file cut short raises an error of the library."
+    stored, metadata = _find_tensors(path)
+    return {name: entry.read().to(device or 'cpu') for name, entry in stored.items()}, metadata
+
+
+def _find_tensors(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
+    "Return the places of the tensors of a safetensors file, which the library verifies, and its metadata."
     from safetensors import safe_open
 
-    with safe_open(path, framework='pt', device=str(device or 'cpu')) as file:
-        names = file.keys()
-        # copied because the library maps the file: if it is cut short later, the process ends
-        return {name: file.get_tensor(name).clone() for name in names}, file.metadata() or {}
+    with path.open('rb') as f, safe_open(path, framework='pt') as file:
+        version = _identify_version(f)
+        length = int.from_bytes(f.read(8), 'little')
+        header = json.loads(f.read(length))
+        stored = {}
+        for name in file.keys():  # noqa: SIM118
+            # a view of the mapped file, of which nothing is read
+            like = torch.empty_like(file.get_tensor(name), device='meta')
+            offset = 8 + length + header[name]['data_offsets'][0]
+            # absolute, as the process may change its working directory
+            stored[name] = _Entry(path.absolute(), version, offset, like)
+        return stored, file.metadata() or {}
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
@@ -278,14 +339,31 @@ def is_state_file(path: Path) -> bool:
         return False
 
 
-def _unpack_state(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
+def _unpack_state(
+    metadata: dict[str, str], stored: dict[str, _Entry], deferred: Collection[str]
+) -> State:
     "Return the state that a file's metadata describe; raise `ValueError` if it is invalid."
     for name, view in json.loads(metadata['views']).items():
-        tensors[name] = _restore_view(tensors[name], view)
-    state = _unpack(json.loads(metadata['state']), tensors)
+        stored[name] = replace(stored[name], view=view)
+    packed = json.loads(metadata['state'])
+    needed = {*_list_names({key: v for key, v in packed.items() if key not in deferred})}
+    tensors = {}
+    for name, entry in stored.items():
+        is_needed = name in needed or entry.like.nbytes < MIN_DEFERRED
+        tensors[name] = entry.read() if is_needed else entry.defer()
+    state = _unpack(packed, tensors)
     if type(state) is not dict:
         raise ValueError(f'it is a {type(state).__name__}')
     return state
+
+
+def _list_names(packed: Any) -> Iterator[str]:
+    "Yield the names of the tensors in JSON values of a state."
+    if isinstance(packed, dict) and '$tensor' in packed:
+        yield packed['$tensor']
+    elif isinstance(packed, (dict, list)):
+        for part in packed.values() if isinstance(packed, dict) else packed:
+            yield from _list_names(part)
 
 
 def _restore_view(t: Tensor, view: Mapping[str, Any]) -> Tensor:

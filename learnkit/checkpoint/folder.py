@@ -13,7 +13,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SUFFIX = '.ckpt'
 PARTS = '.parts'
 OWN_FILES = '.files'
+DEFERRED = ('model', 'loss_func', 'optimizer')  # entries that are read when they are loaded
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
 
 # digests of files that several checkpoints share, by device, inode, size and time
@@ -141,7 +142,7 @@ def find(
     folder: Path,  # folder to search
     mirror: Store | None = None,  # store from which newer checkpoints are fetched into the folder
 ) -> Found | None:
-    """Find, verify and load a checkpoint.
+    """Find, verify and load a checkpoint; large tensors of the entries `DEFERRED` stay in its file.
 
     'best' is the best checkpoint of the latest run. Checkpoints that are damaged or cannot be read are skipped, with a
     warning that names them. With `which=True` None is returned if no checkpoint exists. Raises `CheckpointError` for
@@ -174,7 +175,7 @@ def _find_undamaged(folder: Path, which: Any, mirror: Store | None = None) -> Fo
         try:
             if mirror is not None and not e.path.exists():
                 mirror.download(e.path)
-            found = e.path, *load_state(e.path)
+            found = e.path, *load_state(e.path, DEFERRED)
         except (DamagedError, OSError) as error:
             errors.append(_describe_error(error, e.path))
             continue
@@ -195,9 +196,12 @@ def _describe_error(error: Exception, path: Path) -> str:
     return f'{path} cannot be read: {getattr(error, "strerror", None) or error}.'
 
 
-def load_state(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def load_state(
+    path: Path,
+    deferred: Collection[str] = (),  # entries whose large tensors stay in the file
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
     "Load a checkpoint, and check the files next to its file."
-    state, info = read_state(path)
+    state, info = read_state(path, deferred)
     check_files(path, state)
     return state, info
 
@@ -212,7 +216,7 @@ def _load_path(path: Path, folder: Path) -> Found | None:
         suggestion = did_you_mean(path.name, ['latest', 'best', *names])
         raise CheckpointError(f'There is no checkpoint {path}.{suggestion}')
     try:
-        return path, *load_state(path)
+        return path, *load_state(path, DEFERRED)
     except DamagedError as e:
         raise DamagedError(
             f'{e} `resume={str(path.parent)!r}` resumes from the newest undamaged one there.'

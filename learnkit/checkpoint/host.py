@@ -107,17 +107,23 @@ def _allocate(t: Tensor) -> Tensor:
 
 
 def _map_like(t: Tensor) -> Tensor:
-    """Return an uninitialized tensor like `t` in host memory; a large one uses an anonymous memory map.
+    "Return an uninitialized tensor like `t` in host memory; a large one has its own pages."
+    if t.nbytes < _MIN_MAPPED or not _is_plain(t) or has_streams(t.device):
+        return _allocate(t)
+    strides = torch.empty_like(t, device='meta').stride()
+    return allocate_bytes(t.nbytes).view(t.dtype).as_strided(t.shape, strides)
+
+
+def allocate_bytes(n: int) -> Tensor:
+    """Return an uninitialized tensor of `n` bytes in host memory; a large one uses an anonymous memory map.
 
     The allocator may keep large blocks that are freed; a map is returned to the system at once.
     """
-    if t.nbytes < _MIN_MAPPED or not _is_plain(t) or has_streams(t.device):
-        return _allocate(t)
+    if n < _MIN_MAPPED:
+        return torch.empty(n, dtype=torch.uint8)
     flags = getattr(mmap, 'MAP_PRIVATE', 0) | getattr(mmap, 'MAP_ANONYMOUS', 0)
-    memory = mmap.mmap(-1, t.nbytes, **({'flags': flags} if flags else {}))
-    strides = torch.empty_like(t, device='meta').stride()
-    content = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype)  # keeps the map alive
-    return content.as_strided(t.shape, strides)
+    memory = mmap.mmap(-1, n, **({'flags': flags} if flags else {}))
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map alive
 
 
 def _is_on_host(t: Tensor) -> bool:

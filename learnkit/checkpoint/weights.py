@@ -20,10 +20,11 @@ from learnkit.checkpoint.optimizer_state import decode_optimizer
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
+from learnkit.core.file_tensor import read_values
 from learnkit.core.model import bare_model, check_has_values, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
 from learnkit.distributed.dtensor import distribute_like, full_tensor, local_shard, mesh_of
-from learnkit.optim.state import find_differences
+from learnkit.optim.state import find_differences, release_state
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -260,6 +261,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = Tr
     "Copy weights into the model's tensors, after `compare_weights`."
     model = bare_model(model)
     weights = _match_names(weights, model)
+    unique = {id(value): value for value in weights.values()}  # tied weights are read once
+    values = {key: read_values(value) for key, value in unique.items()}
+    weights = {name: values[id(value)] for name, value in weights.items()}
     if mesh_of(model) is not None:
         current = model.state_dict()
         weights = {
@@ -283,9 +287,14 @@ def load_stored(
     learn: Learner,
     stored: Stored,
     strict: bool = True,
-    copy: bool = True,  # whether the tensors of the optimizers' state are copied
+    copy: bool = True,  # False: the optimizers use the tensors of their state, which nothing else does
 ) -> None:
-    "Load a Learner's model, loss function and optimizers, after `compare_stored`."
+    """Load a Learner's model, loss function and optimizers, after `compare_stored`.
+
+    Tensors that are still in a file are read for one of these at a time.
+    """
+    if stored.opt is not None and not copy:
+        release_state(learn.opt)
     load_weights(learn.model, stored.model, strict)
     if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
         load_weights(learn.loss_func, stored.loss_func)

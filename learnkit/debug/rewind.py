@@ -20,9 +20,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.file import read_state
-from learnkit.checkpoint.folder import Entry, entries, has_own_files
+from learnkit.checkpoint.folder import DEFERRED, Entry, entries, has_own_files
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.errors import CheckpointError, OptionError
+from learnkit.core.file_tensor import read_values
 from learnkit.core.model import preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, Timestamp
@@ -32,6 +33,7 @@ from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import declared
 from learnkit.engine.resume import SAVE_POINTS, ResumeState, find_checkpoint_folder
+from learnkit.optim.state import copy_value
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -285,8 +287,10 @@ def _read_checkpoint(
     assert resume is not None  # the file was there
     callbacks = resume.state['callbacks']
     needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
+    trained = {name: copy_value(resume.state[name], read_values) for name in DEFERRED}
     # a moment compares the names itself, and adds callbacks
-    resume.state = {**resume.state, 'callbacks': needed, 'callback_names': None}
+    others = {'callbacks': needed, 'callback_names': None}
+    resume.state = {**resume.state, **trained, **others}
     resume.is_owner = False  # a moment keeps the state, too
     return resume, callbacks
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import children_of, rebuild
 from learnkit.core.errors import OptionError
+from learnkit.core.file_tensor import FileTensor, read_values
 from learnkit.core.plain import to_plain
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
 from learnkit.optim.hyperparams import OPTIONS, OWN_MODULES, match_strides
@@ -169,10 +170,17 @@ def load_state(
         if len(states[name]['param_groups']) > len(o.param_groups):
             opt.split_groups(o)
         if OWN_LAYOUT in states[name]:
-            o.load_state_dict(copy_value(states[name][OWN_LAYOUT], Tensor.clone))
+            o.load_state_dict(copy_value(states[name][OWN_LAYOUT], clone_tensor))
         else:
             load_single(o, states[name], converted, copy)
         match_strides(o)
+
+
+def release_state(opt: Optimizers) -> None:
+    "Clear the states that torch's `load_state_dict` replaces, so that their memory is free for the new ones."
+    for o in opt.optimizers.values():
+        if type(o).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            o.state.clear()
 
 
 def load_single(
@@ -189,7 +197,7 @@ def load_single(
     # an optimizer may add entries to its state dict
     added = {k: v for k, v in state.items() if k not in ('state', 'param_groups')}
     merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
-    o.load_state_dict({**copy_value(added, Tensor.clone), 'state': copied, 'param_groups': merged})
+    o.load_state_dict({**copy_value(added, clone_tensor), 'state': copied, 'param_groups': merged})
     kept = {p: copied[i] for i, p in params.items() if i in copied and p not in converted}
     restore_dtypes(o, kept)
     for group, saved, loaded in zip(own, groups, o.param_groups, strict=True):
@@ -253,10 +261,14 @@ def adapt_state(state: Any, p: Any, copy: bool) -> Any:
 
     def adapt(t: Tensor) -> Any:
         if is_dtensor(p) and t.shape == p.shape:
-            return distribute_like(t, p)
-        return t.clone() if copy else t
+            return distribute_like(read_values(t), p)
+        return t.clone() if copy or isinstance(t, FileTensor) else t
 
     return copy_value(state, adapt)
+
+
+def clone_tensor(t: Tensor) -> Tensor:
+    return t.clone()
 
 
 def copy_value(value: Any, copy_tensor: Callable[[Tensor], Any]) -> Any:

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from learnkit.checkpoint import file
 from learnkit.checkpoint.file import read_info, read_state, write_state
 from learnkit.core.errors import CheckpointError
+from learnkit.core.file_tensor import FileTensor
 from tests.faults.file_helpers import same
 
 
@@ -186,3 +188,22 @@ def test_what_would_not_load_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=expected_text):
         write_state(tmp_path / 'a.ckpt', {'a': value}, {})
     assert (tmp_path / 'a.ckpt').read_text() == 'old' and os.listdir(tmp_path) == ['a.ckpt']
+
+
+def test_deferred_entries_are_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Every dtype and order of dimensions; a tensor that another entry has too, and a small one, are read at once."
+    monkeypatch.setattr(file, 'MIN_DEFERRED', 9)
+    w, shared = torch.randn(3, 4), torch.randn(5)
+    late = {'t': w.T, 'c': torch.randn(2, 2, dtype=torch.complex64), 'b': w.bfloat16(), 'w': w[:2]}
+    state = {'model': {**late, 'shared': shared, 'n': torch.tensor(3)}, 'other': [shared]}
+    write_state(tmp_path / 'a.ckpt', state, {})
+    found, _ = read_state(tmp_path / 'a.ckpt', ['model'])
+    model = found['model']
+    assert {name for name, t in model.items() if isinstance(t, FileTensor)} == set(late)
+    assert model['shared'] is found['other'][0] and torch.equal(model['shared'], shared)
+    for name, t in late.items():
+        assert (model[name].shape, model[name].dtype) == (t.shape, t.dtype)
+        assert torch.equal(model[name].clone(), t) and model[name].clone().stride() == t.stride()
+    (tmp_path / 'a.ckpt').write_bytes(b'')
+    with pytest.raises(CheckpointError, match=r'a\.ckpt .*changed or removed'):
+        model['t'].clone()

@@ -18,10 +18,11 @@ from learnkit import (
     accuracy,
 )
 from learnkit.callbacks import Checkpoint, EarlyStoppingCallback
-from learnkit.checkpoint import folder
+from learnkit.checkpoint import file, folder
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
-from learnkit.core.errors import CheckpointError
+from learnkit.core.errors import CheckpointError, DamagedError
+from learnkit.core.file_tensor import FileTensor
 from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop
 
 
@@ -182,8 +183,8 @@ def test_a_resumed_fit_keeps_one_copy_of_a_file(
     pointers: list[int] = []
     real = folder.read_state
 
-    def read_and_note(path: Path) -> Any:
-        state, info = real(path)
+    def read_and_note(path: Path, deferred: Any) -> Any:
+        state, info = real(path, deferred)
         read.extend(map(weakref.ref, state['model'].values()))
         pointers.extend(t.data_ptr() for t in buffers_of(state))
         return state, info
@@ -199,6 +200,67 @@ def test_a_resumed_fit_keeps_one_copy_of_a_file(
     with pytest.warns(UserWarning, match='added `callback`'):
         make(*cbs, opt_func=momentum).fit(1, resume=path)
     assert len(read) == 9 and len(pointers) == 6
+
+
+def run_to_the_end(tmp_path: Path) -> tuple[Any, Path]:
+    "Return the state after two epochs, and the path of the checkpoint after batch 3."
+    learn = make(Checkpoint('3ba', tmp_path, keep_last=None), opt_func=momentum)
+    learn.fit(2)
+    return learn.checkpoint_state(), next(e.path for e in entries(tmp_path) if e.info['ba'] == 3)
+
+
+def test_large_tensors_are_read_when_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Handlers of `before_fit` see the checkpoint's values; what they change is replaced by these values."
+    end, path = run_to_the_end(tmp_path)
+    saved, _ = file.read_state(path)
+    monkeypatch.setattr(file, 'MIN_DEFERRED', 9)
+    found = folder.find(path, tmp_path)
+    assert found is not None and all(isinstance(t, FileTensor) for t in buffers_of(found[1]))
+
+    def look_and_scramble(cb: Any) -> None:
+        assert differences(saved['model'], cb.model.state_dict()) == []
+        for p, own in cb.opt.state_dict()['state'].items():
+            assert torch.equal(
+                own['momentum_buffer'], saved['optimizer']['state'][p]['momentum_buffer']
+            )
+            own['momentum_buffer'].data.fill_(7)
+        for p in cb.model.parameters():
+            p.data.fill_(7)
+
+    cbs = Callback(before_fit=look_and_scramble), Checkpoint(None, tmp_path / 'resumed')
+    learn = make(*cbs, opt_func=momentum)
+    learn.fit(2, resume=path)
+    state = learn.checkpoint_state()
+    assert differences(state['model'], end['model']) == []
+    assert differences(state['optimizer'], end['optimizer']) == []
+
+
+@pytest.mark.parametrize('change', ['cut', 'removed', 'replaced'])
+def test_a_file_that_changes_before_it_is_loaded_completely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    "The error names the file, and weights and optimizer are as they were."
+    _, path = run_to_the_end(tmp_path)
+    other = entries(tmp_path)[0].path
+    monkeypatch.setattr(file, 'MIN_DEFERRED', 9)
+
+    def modify(cb: Any) -> None:
+        if change == 'cut':
+            path.write_bytes(path.read_bytes()[:-9])
+        elif change == 'removed':
+            path.unlink()
+        else:
+            other.replace(path)
+
+    learn = make(opt_func=momentum)
+    learn.fit(1)
+    learn.add_cb(Checkpoint(None, tmp_path / 'resumed'))
+    before = {name: t.clone() for name, t in learn.model.state_dict().items()}
+    with pytest.raises(DamagedError, match=f'{path.name} .*changed or removed'):
+        learn.fit(2, resume=path, cbs=Callback(before_fit=modify))
+    assert differences(before, learn.model.state_dict()) == []
 
 
 def test_training_does_not_change_a_state_that_is_given() -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from learnkit import DataLoaders, Learner
+from learnkit.checkpoint.weights import load_weights
 from learnkit.core.errors import EmptyLoaderError, OptionError
+from learnkit.core.file_tensor import FileTensor
 from learnkit.learner import load_learner
 
 X, Y = torch.randn(8, 4), torch.arange(8) % 3
@@ -51,3 +53,18 @@ def test_a_learner_without_data(tmp_path: Path) -> None:
             do()
     loaded.dls = learn.dls
     loaded.fit(1)
+
+
+def test_tied_weights_that_are_in_a_file_are_read_once() -> None:
+    reads: list[torch.Tensor] = []
+
+    def read() -> torch.Tensor:
+        reads.append(torch.full((3, 3), 2.0))
+        return reads[-1]
+
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    stored = FileTensor.make(torch.empty(3, 3), read)
+    load_weights(model, {'0.weight': stored, '1.weight': stored})
+    assert len(reads) == 1 and model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, torch.full((3, 3), 2.0))

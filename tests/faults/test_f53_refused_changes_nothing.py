@@ -184,10 +184,10 @@ def test_a_file_that_cannot_be_read(
     else:
         read = folder.read_state
 
-        def fail(path: Path) -> Any:
+        def fail(path: Path, deferred: Any) -> Any:
             if Path(path) == newest:
                 raise OSError(code, os.strerror(code), str(path))
-            return read(path)
+            return read(path, deferred)
 
         monkeypatch.setattr(folder, 'read_state', fail)
     with pytest.warns(UserWarning, match=f'{newest.name} cannot be read: .*') as caught:
