@@ -394,6 +394,8 @@ class LoaderPosition:
         if has_late_start and not self._is_ended and (self.draws is None or GLOBAL in self.draws):
             return self._replay(n)
         _restore(dl, self.start)  # the loader may draw its order again
+        if self.number is not None:
+            set_epochs(_unshard(dl), self.number)  # a state may hold for this epoch only
         dl.load_state_dict(deepcopy(self._own_state['loader']))
         if self._is_ended and _has_foreign_state(dl):
             # the loader might begin the next epoch
