@@ -35,7 +35,7 @@ from learnkit.core.model import bare_model
 from learnkit.core.plain import own_attributes
 from learnkit.core.random import MODULE_INTERNALS, own_generators, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.data.loader_state import NUMBERS, find_own_parts, find_parts
+from learnkit.data.loader_state import LISTS, NUMBERS, find_own_parts, find_parts
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.engine.callback import declared
@@ -173,10 +173,12 @@ def _list_data(dl: Any, held: Held) -> Inventory:
     for place, part in find_parts(dl):
         if belongs_to_sampler(place):
             found |= _list_sampler(part, place, held)
-    counted = {id(part) for _, part in find_own_parts(dl)}
-    for root in ('', 'dataset', 'collate_fn'):
-        owner = getattr(dl, root, None) if root else dl
-        place = '.'.join(filter(None, ('training loader', root)))
+    parts = find_own_parts(dl)
+    counted = {id(part) for _, part in parts}
+    owners = {'': dl, **{name: getattr(dl, name, None) for name in ('dataset', 'collate_fn')}}
+    owners |= {path: part for path, part in parts if _is_entry(path)}
+    for path, owner in owners.items():
+        place = '.'.join(filter(None, ('training loader', path)))
         if is_function(owner):
             found[place] = Fingerprints(held).mark(owner), _IN_DATA
         elif not is_installed(type(owner)):
@@ -184,9 +186,14 @@ def _list_data(dl: Any, held: Held) -> Inventory:
             for name, value in own_attributes(owner).items():
                 is_restored = id(owner) in counted and type(value) in NUMBERS
                 is_cache = isinstance(getattr(type(owner), name, None), cached_property)
-                if not is_restored and not is_cache and name not in _LOADER_NAMES:
+                if not is_restored and not is_cache and name not in (*_LOADER_NAMES, *LISTS):
                     found[f'{place}.{name}'] = _mark_of_data(value, held), _IN_DATA
     return found
+
+
+def _is_entry(path: str) -> bool:
+    "Return True for the path of an entry of a list of data sets or stages."
+    return path.rpartition('.')[2].isdigit() and not belongs_to_sampler(path)
 
 
 def _mark_of_data(value: Any, held: Held) -> Mark:

@@ -23,6 +23,7 @@ State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribu
 NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
 _NODES = ('root', 'source', 'dataset')  # attributes by which a loader built of nodes has its nodes
+LISTS = ('datasets', 'pipeline')  # lists of parts: of torch's ConcatDataset, stages of webdataset
 # numbers of an owner as they were first seen, by the owner's id
 _first_numbers: dict[int, dict[str, Any]] = {}
 
@@ -127,11 +128,20 @@ def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     seen = {id(dl)}
     for path, owner in found:  # grows during the loop
         yield path, owner
-        for name, value in getattr(owner, '__dict__', {}).items():
-            is_part = name in _PARTS or isinstance(value, Sampler)
-            if is_part and id(value) not in seen:
+        for name, value in _list_inner(owner):
+            if id(value) not in seen:
                 seen.add(id(value))
                 found.append((f'{path}.{name}'.removeprefix('.'), value))
+
+
+def _list_inner(owner: Any) -> Iterator[tuple[str, Any]]:
+    "Yield the attributes of a part that are parts, and the entries of its lists of parts."
+    # a copy, since threads of a loader may set attributes
+    for name, value in list(getattr(owner, '__dict__', {}).items()):
+        if name in _PARTS or isinstance(value, Sampler):
+            yield name, value
+        elif name in LISTS and isinstance(value, (list, tuple)):
+            yield from ((f'{name}.{i}', part) for i, part in enumerate(value))
 
 
 def find_out_of_order(dl: Any) -> list[str]:
@@ -160,7 +170,8 @@ def _is_own(owner: Any) -> bool:
 
 def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     "Return the attributes that are numbers, as this process first saw them and as they are now, without `epoch`."
-    present = {k: v for k, v in vars(owner).items() if type(v) in NUMBERS and k != 'epoch'}
+    attributes = vars(owner).copy()
+    present = {k: v for k, v in attributes.items() if type(v) in NUMBERS and k != 'epoch'}
     key = id(owner)
     if key not in _first_numbers:
         with suppress(TypeError):  # an object of a class with `__slots__`
