@@ -98,11 +98,13 @@ def implemented_in(module: str, name: str = '') -> Callable[[F], F]:
     """Decorate a method that only has a signature and a docstring.
 
     A call checks its arguments, adds the defaults, and calls the function of the same name, or of `name`, in a module
-    that is imported by the first call.
+    that is imported by the first call. The function takes the Learner, and all other parameters by their names.
     """
 
     def decorate(method: F) -> F:
         signature = inspect.signature(method)
+        learn, *others = signature.parameters.values()
+        by_keyword = signature.replace(parameters=[learn, *map(_as_keyword, others)])
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,12 +112,19 @@ def implemented_in(module: str, name: str = '') -> Callable[[F], F]:
             method(*args, **kwargs)  # raises `TypeError` for arguments that do not fit
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
+            passed = inspect.BoundArguments(by_keyword, given.arguments)
             function = getattr(import_module(module), name or method.__name__)
-            return function(*given.args, **given.kwargs)
+            return function(*passed.args, **passed.kwargs)
 
         return check_keywords(call)  # type: ignore[return-value]  # the signature is that of `method`
 
     return decorate
+
+
+def _as_keyword(p: inspect.Parameter) -> inspect.Parameter:
+    "Return a keyword-only parameter, unless it has no name for callers."
+    has_name = p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return p.replace(kind=inspect.Parameter.KEYWORD_ONLY) if has_name else p
 
 
 class Learner(Loop):
@@ -895,7 +904,7 @@ class Learner(Loop):
         """
         from learnkit.checkpoint.saving import load
 
-        return load(self, file, with_opt, device, strict)
+        return load(self, file, with_opt=with_opt, device=device, strict=strict)
 
     @implemented_in('learnkit.checkpoint.exchange')
     def save_learner(

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 def save(
     learn: Learner,
+    *,
     file: str | Path,
     with_opt: bool | None,
 ) -> Path:
@@ -96,6 +97,7 @@ def write_file(learn: Learner, path: Path, write: Callable[[Path], None]) -> Pat
 def load(
     learn: Learner,
     file: str | Path,
+    *,
     with_opt: bool | None,
     device: torch.device | str | int | None,
     strict: bool,
@@ -148,6 +150,7 @@ def check_weights_path(learn: Learner, file: str | Path) -> None:
 
 def export(
     learn: Learner,
+    *,
     fname: str | Path,
     act: Callable[[Any], Any] | None,
     sample: Any,

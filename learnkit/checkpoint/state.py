@@ -85,7 +85,7 @@ def checkpoint_state(learn: Learner) -> dict[str, Any]:
     return copy_to_host(gather_full_state(collect_state(learn, checkpoint_point(learn))))
 
 
-def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
+def load_checkpoint_state(learn: Learner, *, state: Mapping[str, Any]) -> None:
     "Restore a checkpoint's state outside of a fit. `state` is copied, not modified."
     if learn.run.depth:
         raise CheckpointError(

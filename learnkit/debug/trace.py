@@ -81,7 +81,7 @@ class Trace(list[Change]):
         return '\n'.join(map(str, self)) or 'nothing was changed'
 
 
-def explain(learn: Learner, event_name: str) -> Handlers:
+def explain(learn: Learner, *, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
     evaluation, training = (table[name] for table in learn.parts.callbacks.tables)

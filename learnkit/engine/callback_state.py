@@ -82,6 +82,7 @@ def callback_states(learn: Learner) -> dict[str, Any]:
 
 def load_callback_states(
     learn: Learner,
+    *,
     states: Mapping[str, Any],  # states by the callbacks' keys, from `callback_states`
 ) -> None:
     """Load each state into its callback.
