@@ -26,8 +26,10 @@ from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_suggestions import valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
+from learnkit.comm.ranks import SINGLE_RANK, Comm
 from learnkit.core.batch import detuplify, to_detach
 from learnkit.core.contexts import replacing_yield
+from learnkit.core.denominator import check_weight_func
 from learnkit.core.errors import CallbackError, CancelFitException
 from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
@@ -39,20 +41,18 @@ from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
-from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine import optimizer, own_loop
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import check_loss, check_microbatch, check_model, warn_of_rate
 from learnkit.engine.counters import COUNTER_OF_UNIT
-from learnkit.engine.denominator import check_weight_func
 from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.own_loop import EventCheck, list_overrides
 from learnkit.engine.parts import Parts
 from learnkit.engine.resume import check_rewound
-from learnkit.engine.run import call_each, note_error, open_level, raise_first
+from learnkit.engine.run import call_each, note_error, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback, missing_train_eval
@@ -1467,8 +1467,8 @@ class Learner(Loop):
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
         with self.parts.strategy.run(self, ''):
             self(_before_epoch)  # no level is open: a with-block cannot be skipped
-            with open_level(self, 'fit'), open_level(self, 'epoch'):
-                yield self
+            yield self
+            self(_after_epoch)
 
     def __copy__(self) -> Self:
         raise CallbackError('A Learner cannot share its callbacks with a copy: use copy.deepcopy.')

@@ -30,13 +30,9 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A package imports only from those before it, in functions and for type checkers as well; `learnkit` is the package's
 # own `__init__`.
 PACKAGES = (
-    'core optim losses data metrics engine checkpoint distributed inference callbacks '
+    'core comm optim losses data metrics engine checkpoint distributed inference callbacks '
     'monitors loggers debug learner sklearn interop learnkit testing demo all __main__'
 ).split()
-
-
-# modules that other packages build on: they import from `core` alone
-BASICS = {'distributed.comm', 'distributed.dtensor', 'engine.denominator'}
 
 
 def modules() -> dict[str, Path]:
@@ -52,7 +48,7 @@ def modules() -> dict[str, Path]:
 
 
 def layer(module: str) -> str:
-    return 'core' if module in BASICS else module.split('.')[0]
+    return module.split('.')[0]
 
 
 # --------------------------------------------------------------- methods and their implementations
