@@ -95,7 +95,7 @@ ROWS = (
                 *(
                     '#B #F strategy: one process',
                     'evaluation: what is due',
-                    'timings: of one step in 32',
+                    'seams, snapshot, resume',
                 ),
             ),
             columns=3,

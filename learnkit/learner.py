@@ -54,7 +54,6 @@ from learnkit.engine.parts import Parts
 from learnkit.engine.resume import check_rewound
 from learnkit.engine.run import call_each, note_error, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
-from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback, missing_train_eval
 from learnkit.metrics.averages import as_metrics, metrics_of_model
 from learnkit.optim.optimizers import Adam
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.debug.moment import Moment
     from learnkit.debug.trace import Handlers, Trace
+    from learnkit.monitors.step_time import Timings
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
@@ -91,6 +91,7 @@ _UNLISTED = frozenset(
 _MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
+    'timings': 'It exists in and after a fit with the callback StepTimeMonitor().',
 }
 
 
@@ -168,6 +169,7 @@ class Learner(Loop):
     """
 
     parts: Parts
+    timings: Timings  # set by `StepTimeMonitor`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     stage: int | None = None  # index of the fit in `fine_tune`
@@ -203,7 +205,6 @@ class Learner(Loop):
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.error: BaseException | None = None
         self.resumed = False  # True while a resumed fit fires its first events again
-        self.timings = Timings()
         self.dls = as_dataloaders(dls)
         self.model = model
         if loss_func is None:
@@ -305,7 +306,6 @@ class Learner(Loop):
                 self.n_epoch = epochs
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
-                self.timings = Timings()
                 with nullcontext() if checkpoint is None else resumed(self, checkpoint):
                     self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 

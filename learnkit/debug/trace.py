@@ -135,7 +135,6 @@ def trace(learn: Learner) -> Iterator[Trace]:
 @contextmanager
 def replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
-    learn.timings.stop(learn)
     original_tables = learn.parts.tables
     callbacks = learn.parts.callbacks
     tables = tuple(make(table) for table in original_tables)
