@@ -69,7 +69,7 @@ def run_raw(note: Callable[[], None], batches: Batches) -> None:
     "Train by hand."
     from torch.distributed.fsdp import fully_shard
 
-    from learnkit.distributed.dtensor import local_shard
+    from learnkit.comm.dtensor import local_shard
 
     with torch.device('meta'):
         model = make_model()

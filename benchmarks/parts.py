@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.teams import TASKS, in_a_team
 
 if TYPE_CHECKING:
-    from learnkit.distributed.comm import Comm
+    from learnkit.comm.ranks import Comm
 
 __all__ = ['PARTS', 'in_rounds', 'measure_parts', 'table']
 
@@ -149,7 +149,7 @@ def gather_bytes(world: Comm) -> float:
 
 @part('reading what one process has sent', 'us CPU')
 def read_number(world: Comm) -> float:
-    from learnkit.distributed.comm import pack, unpack
+    from learnkit.comm.ranks import pack, unpack
 
     sent = pack(1.0)
     return us_each(lambda: unpack(sent), 50, time.thread_time)
@@ -177,7 +177,7 @@ def all_reduce(world: Comm) -> float:
 
 @part('another control group', 'ms')
 def new_group(world: Comm) -> float:
-    from learnkit.distributed.comm import join_ranks
+    from learnkit.comm.ranks import join_ranks
 
     made: list[Comm] = []
     took = us_each(lambda: made.append(join_ranks()), 1) / 1e3
@@ -260,8 +260,8 @@ def checkpoint(world: Comm) -> float:
 
 @part('random generators of each process, in a checkpoint', 'kB')
 def generators(world: Comm) -> float:
+    from learnkit.comm.ranks import pack
     from learnkit.core.random import capture_rng
-    from learnkit.distributed.comm import pack
 
     return len(pack(capture_rng())) / 1e3
 
@@ -271,7 +271,7 @@ def generators(world: Comm) -> float:
 
 def in_rounds(rank: int, labels: list[str], rounds: int) -> dict[str, list[float]]:
     "Measure each part once per round in all processes, after a round of warm-up."
-    from learnkit.distributed.comm import join_ranks
+    from learnkit.comm.ranks import join_ranks
 
     world = join_ranks()
     values: dict[str, list[float]] = {label: [] for label in labels}

@@ -69,7 +69,7 @@ ROWS = (
         ),
         Box(
             'distributed',
-            ('callback, strategy, comm', 'ddp, fsdp: replicas, shards', 'launch, failures'),
+            ('callback, strategy', 'ddp, fsdp: replicas, shards', 'launch, failures'),
         ),
         Box(
             'inference',
@@ -95,7 +95,7 @@ ROWS = (
                 *(
                     '#B #F strategy: one process',
                     'evaluation: what is due',
-                    'timings: of one step in 32',
+                    'seams, snapshot, resume',
                 ),
             ),
             columns=3,
@@ -111,15 +111,13 @@ ROWS = (
         Box(
             'core',
             (
-                *(
-                    '#5 batch: split, move, count',
-                    '#B #F random: generators',
-                    '#C files: atomic writes',
-                ),
-                *('errors', 'time: Time, Timestamp', 'plain, validation, html'),
+                *('#5 batch: split, move, count', '#B #F random: generators'),
+                *('#C files: atomic writes', 'errors, time, plain, html'),
             ),
-            columns=3,
+            2.2,
+            columns=2,
         ),
+        Box('comm', ('ranks: collectives', 'dtensor: sharded tensors')),
     ),
 )
 

@@ -118,7 +118,7 @@ _ROWS = (
         'monitors',
         'Monitors',
         'Measure speed, memory, gradients, activations and data while training.',
-        'monitors.monitor monitors.periodic monitors.speed monitors.memory monitors.system_monitor '
+        'monitors.monitor monitors.periodic monitors.speed monitors.step_time monitors.memory monitors.system_monitor '
         'monitors.optimizer_monitor monitors.activation_monitor monitors.activation_stats monitors.dataset '
         'monitors.images monitors.mlperf monitors.profiler',
     ),

@@ -294,6 +294,9 @@ from .monitors.speed import (
     RuntimeEstimator as RuntimeEstimator,
     SpeedMonitor as SpeedMonitor,
 )
+from .monitors.step_time import (
+    StepTimeMonitor as StepTimeMonitor,
+)
 from .monitors.system_monitor import (
     SystemMonitor as SystemMonitor,
 )

@@ -26,8 +26,10 @@ from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_suggestions import valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
+from learnkit.comm.ranks import SINGLE_RANK, Comm
 from learnkit.core.batch import detuplify, to_detach
 from learnkit.core.contexts import replacing_yield
+from learnkit.core.denominator import check_weight_func
 from learnkit.core.errors import CallbackError, CancelFitException
 from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
@@ -39,22 +41,19 @@ from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
-from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine import optimizer, own_loop
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import check_loss, check_microbatch, check_model, warn_of_rate
 from learnkit.engine.counters import COUNTER_OF_UNIT
-from learnkit.engine.denominator import check_weight_func
 from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.own_loop import EventCheck, list_overrides
 from learnkit.engine.parts import Parts
 from learnkit.engine.resume import check_rewound
-from learnkit.engine.run import call_each, note_error, open_level, raise_first
+from learnkit.engine.run import call_each, note_error, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
-from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback, missing_train_eval
 from learnkit.metrics.averages import as_metrics, metrics_of_model
 from learnkit.optim.optimizers import Adam
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.debug.moment import Moment
     from learnkit.debug.trace import Handlers, Trace
+    from learnkit.monitors.step_time import Timings
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
@@ -91,6 +91,7 @@ _UNLISTED = frozenset(
 _MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
+    'timings': 'It exists in and after a fit with the callback StepTimeMonitor().',
 }
 
 
@@ -98,11 +99,13 @@ def implemented_in(module: str, name: str = '') -> Callable[[F], F]:
     """Decorate a method that only has a signature and a docstring.
 
     A call checks its arguments, adds the defaults, and calls the function of the same name, or of `name`, in a module
-    that is imported by the first call.
+    that is imported by the first call. The function takes the Learner, and all other parameters by their names.
     """
 
     def decorate(method: F) -> F:
         signature = inspect.signature(method)
+        learn, *others = signature.parameters.values()
+        by_keyword = signature.replace(parameters=[learn, *map(_as_keyword, others)])
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,12 +113,19 @@ def implemented_in(module: str, name: str = '') -> Callable[[F], F]:
             method(*args, **kwargs)  # raises `TypeError` for arguments that do not fit
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
+            passed = inspect.BoundArguments(by_keyword, given.arguments)
             function = getattr(import_module(module), name or method.__name__)
-            return function(*given.args, **given.kwargs)
+            return function(*passed.args, **passed.kwargs)
 
         return check_keywords(call)  # type: ignore[return-value]  # the signature is that of `method`
 
     return decorate
+
+
+def _as_keyword(p: inspect.Parameter) -> inspect.Parameter:
+    "Return a keyword-only parameter, unless it has no name for callers."
+    has_name = p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return p.replace(kind=inspect.Parameter.KEYWORD_ONLY) if has_name else p
 
 
 class Learner(Loop):
@@ -159,6 +169,7 @@ class Learner(Loop):
     """
 
     parts: Parts
+    timings: Timings  # set by `StepTimeMonitor`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     stage: int | None = None  # index of the fit in `fine_tune`
@@ -194,7 +205,6 @@ class Learner(Loop):
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.error: BaseException | None = None
         self.resumed = False  # True while a resumed fit fires its first events again
-        self.timings = Timings()
         self.dls = as_dataloaders(dls)
         self.model = model
         if loss_func is None:
@@ -296,7 +306,6 @@ class Learner(Loop):
                 self.n_epoch = epochs
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
-                self.timings = Timings()
                 with nullcontext() if checkpoint is None else resumed(self, checkpoint):
                     self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
@@ -895,7 +904,7 @@ class Learner(Loop):
         """
         from learnkit.checkpoint.saving import load
 
-        return load(self, file, with_opt, device, strict)
+        return load(self, file, with_opt=with_opt, device=device, strict=strict)
 
     @implemented_in('learnkit.checkpoint.exchange')
     def save_learner(
@@ -1458,8 +1467,8 @@ class Learner(Loop):
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
         with self.parts.strategy.run(self, ''):
             self(_before_epoch)  # no level is open: a with-block cannot be skipped
-            with open_level(self, 'fit'), open_level(self, 'epoch'):
-                yield self
+            yield self
+            self(_after_epoch)
 
     def __copy__(self) -> Self:
         raise CallbackError('A Learner cannot share its callbacks with a copy: use copy.deepcopy.')

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.activation import Outputs, outputs_of
-from learnkit.core.errors import LossError, OptionError
-from learnkit.engine.denominator import (
+from learnkit.core.denominator import (
     ClassTargets,
     Denominator,
     Elements,
@@ -30,6 +29,7 @@ from learnkit.engine.denominator import (
     Unknown,
     denominator_of,
 )
+from learnkit.core.errors import LossError, OptionError
 
 __all__ = [
     'BaseLoss',

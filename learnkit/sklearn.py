@@ -35,6 +35,7 @@ from learnkit.callbacks.mixup import compute_unreduced
 from learnkit.callbacks.tracking import EarlyStoppingCallback, SaveModelCallback
 from learnkit.core.activation import Outputs, find_activation, find_decoder, outputs_of
 from learnkit.core.contexts import replacing_yield
+from learnkit.core.denominator import ClassTargets, Denominator, Unknown, denominator_of
 from learnkit.core.errors import LossError, OptionError
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.random import preserved_rng
@@ -42,7 +43,6 @@ from learnkit.core.validation import takes
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_loss
-from learnkit.engine.denominator import ClassTargets, Denominator, Unknown, denominator_of
 from learnkit.learner import Learner
 from learnkit.metrics.averages import dry_run
 from learnkit.metrics.base import Metric

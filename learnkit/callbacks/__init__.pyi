@@ -120,5 +120,6 @@ ParamCount = _monitors.ParamCount
 PeriodicData = _monitors.PeriodicData
 RuntimeEstimator = _monitors.RuntimeEstimator
 SpeedMonitor = _monitors.SpeedMonitor
+StepTimeMonitor = _monitors.StepTimeMonitor
 SystemMonitor = _monitors.SystemMonitor
 TorchProfiler = _monitors.TorchProfiler

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.comm.dtensor import local_shards
 from learnkit.core.errors import OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
-from learnkit.distributed.dtensor import local_shards
 from learnkit.engine.callback import Callback
-from learnkit.engine.denominator import check_is_mean
+from learnkit.engine.loss_weights import check_is_mean
 from learnkit.engine.microbatch import divide
 from learnkit.engine.own_loop import OptimizeCall
 

@@ -35,6 +35,7 @@ MAX_SIZE = 8192  # largest size to try if the number of training samples is not 
 
 def find_batch_size(
     learn: Learner,
+    *,
     max_size: int | None,
     exact: bool,
 ) -> int:

@@ -36,6 +36,7 @@ from learnkit.checkpoint.mirror import Mirror, Uploader
 from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
 from learnkit.checkpoint.state import collect_state
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
+from learnkit.comm.dtensor import mesh_of
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.model import model_device
@@ -43,7 +44,6 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.core.watched import as_number, can_be_best
-from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import checkpoint_point

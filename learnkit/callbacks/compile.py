@@ -56,7 +56,7 @@ HOOKS = (
 ).split()
 
 
-def compile_learner(learn: Learner, step: bool, **options: Any) -> Any:
+def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
     "Compile the model or, with `step=True`, the whole training step."
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself

@@ -13,13 +13,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
+from learnkit.comm.dtensor import distribute_like, local_shards
 from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.model import has_lazy_tensors
 from learnkit.core.roles import find_averaged, matches
 from learnkit.core.time import Time
 from learnkit.core.validation import is_number
-from learnkit.distributed.dtensor import distribute_like, local_shards
 from learnkit.engine.callback import Callback
 
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in

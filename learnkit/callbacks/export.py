@@ -23,6 +23,7 @@ from learnkit.checkpoint.saving import (
     read_sample_inputs,
     resolve_path,
 )
+from learnkit.comm.dtensor import mesh_of
 from learnkit.core.batch import (
     call_by_name,
     count_stacked,
@@ -41,7 +42,6 @@ from learnkit.core.files import atomic_write, check_file
 from learnkit.core.model import bare_model
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
-from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import canonical_event
 from learnkit.engine.snapshot import preserved_forward

@@ -231,6 +231,7 @@ class NoEvaluations(EvaluationSchedule):
 
 def lr_find(
     learn: Learner,
+    *,
     start_lr: Any,
     end_lr: Any,
     num_it: int,

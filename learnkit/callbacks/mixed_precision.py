@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from learnkit.comm.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.core.batch import map_tensors
 from learnkit.core.device import find_accelerator
 from learnkit.core.errors import (
@@ -23,7 +24,6 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import bare_model, model_device, unwrap_partial
 from learnkit.core.validation import warn_user
-from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import CROSS_ENTROPIES
 

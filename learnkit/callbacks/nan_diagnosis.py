@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.hooks import Hooks, run_uncompiled
 from learnkit.callbacks.model_summary import restored_model
+from learnkit.comm.dtensor import local_shard, total_norm
 from learnkit.core.batch import apply_model, form_of, tensors_in
 from learnkit.core.model import bare_model, name_of
-from learnkit.distributed.dtensor import local_shard, total_norm
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

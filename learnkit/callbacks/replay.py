@@ -127,6 +127,7 @@ class Replay(Callback):
 
 def replay(
     learn: Learner,
+    *,
     detect_anomaly: bool,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
     "Repeat a batch; see `Learner.replay`."

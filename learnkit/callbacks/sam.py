@@ -10,11 +10,11 @@ from torch import Tensor
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option
+from learnkit.comm.dtensor import local_shards, total_norm
 from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import OptionError
 from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
 from learnkit.core.validation import is_number
-from learnkit.distributed.dtensor import local_shards, total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import make_repeat_error, replaces_batch
 

@@ -180,14 +180,14 @@ class ParamScheduler(Callback):
 
 def fit_one_cycle(
     learn: Learner,
+    *,
     n_epoch: int,
     lr_max: Any,
     div: float,
     div_final: float,
     pct_start: float,
-    wd: float | None,
     moms: tuple[float, ...] | None,
-    *fit: Any,  # cbs, reset_opt, start_epoch, resume
+    **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train with a learning rate that rises and falls once."
     momentum = combined_cos(pct_start, *(learn.moms if moms is None else moms))
@@ -198,35 +198,34 @@ def fit_one_cycle(
             scheds['mom'] = momentum
         return scheds
 
-    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, wd, *fit)
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, **fit)
 
 
 def fit_flat_cos(
     learn: Learner,
+    *,
     n_epoch: int,
     lr: Any,
     div_final: float,
     pct_start: float,
-    *fit: Any,  # wd, cbs, reset_opt, start_epoch, resume
+    **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
 
     def make_scheds(flat: Any) -> dict[str, Schedule]:
         return {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
 
-    _fit_with_schedules(learn, make_scheds, n_epoch, lr, *fit)
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr, **fit)
 
 
 def fit_sgdr(
     learn: Learner,
+    *,
     n_cycles: int,
     cycle_len: int,
     lr_max: Any,
     cycle_mult: int,
-    cbs: Any,
-    reset_opt: bool,
-    wd: float | None,
-    *fit: Any,  # start_epoch, resume
+    **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
@@ -236,11 +235,12 @@ def fit_sgdr(
         shares = [n / n_epoch for n in lengths]
         return {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
 
-    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, wd, cbs, reset_opt, *fit)
+    _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, **fit)
 
 
 def fine_tune(
     learn: Learner,
+    *,
     epochs: Any,
     base_lr: float,
     freeze_epochs: int,
@@ -291,6 +291,7 @@ def _fit_with_schedules(
     make_scheds: Callable[[Any], dict[str, Schedule]],  # f(rates), a number or an array by group
     n_epoch: int,
     lr: Any,
+    *,
     wd: float | None,
     cbs: Any,
     reset_opt: bool,

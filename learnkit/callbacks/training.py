@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from typing_extensions import override
 
+from learnkit.comm.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
 from learnkit.core.roles import find_frozen_norms
 from learnkit.core.validation import is_number, warn_user
-from learnkit.distributed.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
 

@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.digest import WALL_CLOCK, differences, digest
 from learnkit.checkpoint.state import collect_state
+from learnkit.comm.dtensor import gather_full_state
 from learnkit.core.errors import OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.random import MODULE_INTERNALS, capture_own
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback_state import encode
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from learnkit.checkpoint.file import damaged_error, shorten_error
 from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
+from learnkit.comm.dtensor import full_tensor, is_dtensor, list_shardings
+from learnkit.comm.ranks import Comm, new_host_group
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
-from learnkit.distributed.comm import Comm, new_host_group
-from learnkit.distributed.dtensor import full_tensor, is_dtensor, list_shardings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

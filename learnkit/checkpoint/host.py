@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnkit.comm.dtensor import is_dtensor, local_shard, on_host
 from learnkit.core.device import has_streams, synchronize
 from learnkit.core.plain import identify_memory, is_dense
-from learnkit.distributed.dtensor import is_dtensor, local_shard, on_host
 
 # size in bytes from which a tensor gets its own pages, which are returned to the system when freed
 _MIN_MAPPED = 1 << 22

@@ -94,6 +94,7 @@ class _StopAt(Callback):
 
 def check_resume(
     learn: Learner,
+    *,
     n_batches: int | None,
     stop_after: int | None,
 ) -> ResumeCheck:

@@ -25,6 +25,7 @@ from learnkit.checkpoint.weights import (
     read_weights,
     write_safetensors,
 )
+from learnkit.comm.dtensor import gather_full_state, mesh_of
 from learnkit.core.batch import (
     call_by_name,
     count_stacked,
@@ -39,7 +40,6 @@ from learnkit.core.model import bare_model, check_has_values, has_weights, prese
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
-from learnkit.distributed.dtensor import gather_full_state, mesh_of
 from learnkit.engine.checks import check_function
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.optim.state import is_torch_state
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 def save(
     learn: Learner,
+    *,
     file: str | Path,
     with_opt: bool | None,
 ) -> Path:
@@ -96,6 +97,7 @@ def write_file(learn: Learner, path: Path, write: Callable[[Path], None]) -> Pat
 def load(
     learn: Learner,
     file: str | Path,
+    *,
     with_opt: bool | None,
     device: torch.device | str | int | None,
     strict: bool,
@@ -148,6 +150,7 @@ def check_weights_path(learn: Learner, file: str | Path) -> None:
 
 def export(
     learn: Learner,
+    *,
     fname: str | Path,
     act: Callable[[Any], Any] | None,
     sample: Any,

@@ -44,6 +44,11 @@ from learnkit.checkpoint.weights import (
     compare_stored,
     load_stored,
 )
+from learnkit.comm.dtensor import (
+    distribute_like,
+    find_reading_mesh,
+    gather_full_state,
+)
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
@@ -51,11 +56,6 @@ from learnkit.core.random import capture_own, capture_rng, restore_own, restore_
 from learnkit.core.validation import warn_user
 from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
 from learnkit.data.shard import Shard
-from learnkit.distributed.dtensor import (
-    distribute_like,
-    find_reading_mesh,
-    gather_full_state,
-)
 from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import (
     callback_names,
@@ -90,7 +90,7 @@ def checkpoint_state(learn: Learner) -> dict[str, Any]:
     return copy_to_host(gather_full_state(collect_state(learn, checkpoint_point(learn))))
 
 
-def load_checkpoint_state(learn: Learner, state: Mapping[str, Any]) -> None:
+def load_checkpoint_state(learn: Learner, *, state: Mapping[str, Any]) -> None:
     "Restore a checkpoint's state outside of a fit. `state` is copied, not modified."
     if learn.run.depth:
         raise CheckpointError(

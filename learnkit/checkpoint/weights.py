@@ -18,12 +18,12 @@ from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, wr
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.optimizer_state import decode_optimizer
 from learnkit.checkpoint.torch_file import read_torch_file
+from learnkit.comm.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 from learnkit.core.autocast import drop_casts
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.file_tensor import read_values
 from learnkit.core.model import bare_model, check_has_values, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
-from learnkit.distributed.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 from learnkit.optim.state import find_differences, release_state
 
 if TYPE_CHECKING:

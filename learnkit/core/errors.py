@@ -455,7 +455,7 @@ class MissingExtraError(LearnkitError, ImportError):
 class DistributedError(LearnkitError, RuntimeError):
     """Several ranks cannot train together, or another rank has failed.
 
-    >>> from learnkit.distributed.comm import launched_as
+    >>> from learnkit.comm.ranks import launched_as
     >>> launched_as({'RANK': '0', 'WORLD_SIZE': '2'})
     Traceback (most recent call last):
     learnkit.core.errors.DistributedError: RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT. ...

@@ -5,10 +5,9 @@ A model with Composer's interface receives a whole batch, inputs and targets, an
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -253,34 +252,6 @@ class EarlierBuffers:
             if load_extra is not None:
                 load_extra()
         self.current = []
-
-
-@contextmanager
-def preserved_attributes(o: Any) -> Iterator[None]:
-    """Restore the attributes of an object or of all submodules, with their lists, dicts, sets and tensors.
-
-    >>> from types import SimpleNamespace
-    >>> o = SimpleNamespace(n=0, log=[])
-    >>> with preserved_attributes(o): o.n = 1; o.log.append(2); o.new = 3
-    >>> o
-    namespace(n=0, log=[])
-    """
-    owners = [*o.modules()] if isinstance(o, nn.Module) else [o]
-    attributes = [getattr(owner, '__dict__', None) for owner in owners]
-    dicts = [d for d in attributes if isinstance(d, dict)]
-    values = [value for d in dicts for value in d.values()]
-    contents = [(v, copy(v)) for v in [*dicts, *values] if isinstance(v, (list, dict, set, deque))]
-    tensors = [(t, t.detach().clone()) for t in values if isinstance(t, Tensor)]
-    try:
-        yield
-    finally:
-        for container, before in contents:
-            container.clear()
-            add = container.extend if isinstance(container, (list, deque)) else container.update
-            add(before)
-        for t, value in tensors:
-            if not torch.equal(t, value):
-                t.detach().copy_(value)
 
 
 def name_of(f: Any) -> str:

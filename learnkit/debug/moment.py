@@ -14,6 +14,7 @@ from unittest.mock import patch
 from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.resume_check import silenced
 from learnkit.checkpoint.state import collect_state
+from learnkit.comm.dtensor import gather_full_state
 from learnkit.core.batch import count_samples, find_bs, map_tensors, size_func_of, take_rows
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.time import Time
@@ -21,7 +22,6 @@ from learnkit.data.show import show_samples
 from learnkit.debug.record import Record, refuse
 from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
 from learnkit.debug.trace import digest
-from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.callback_state import keeps_attributes
 from learnkit.engine.dispatch import as_callback, as_list

@@ -67,6 +67,7 @@ img.plot {{ width: min(100%, 32rem) }}
 
 def write_report(
     learn: Learner,
+    *,
     fname: str | Path,
     predictions: bool,
     top_k: int,

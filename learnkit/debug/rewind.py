@@ -171,6 +171,7 @@ def find_inexact(learn: Learner, run: RecordedRun, origin: Entry | None) -> list
 
 def rewind(
     learn: Learner,
+    *,
     to: str | int | Time | None,
     spike: bool,
     fit: Fit | None,

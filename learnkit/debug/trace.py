@@ -81,7 +81,7 @@ class Trace(list[Change]):
         return '\n'.join(map(str, self)) or 'nothing was changed'
 
 
-def explain(learn: Learner, event_name: str) -> Handlers:
+def explain(learn: Learner, *, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
     evaluation, training = (table[name] for table in learn.parts.callbacks.tables)
@@ -135,7 +135,6 @@ def trace(learn: Learner) -> Iterator[Trace]:
 @contextmanager
 def replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
-    learn.timings.stop(learn)
     original_tables = learn.parts.tables
     callbacks = learn.parts.callbacks
     tables = tuple(make(table) for table in original_tables)

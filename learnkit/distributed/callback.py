@@ -15,16 +15,16 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from typing_extensions import override
 
+from learnkit.comm.dtensor import count_parts, local_shard
+from learnkit.comm.ranks import SINGLE_RANK, join_ranks
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.random import draw_seed, preserved_rng, seed_all
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
-from learnkit.distributed.comm import SINGLE_RANK, join_ranks
 from learnkit.distributed.compare import check_alike, check_bare, compute_totals, describe_loaders
 from learnkit.distributed.ddp import Parallelism, Replicas, average
-from learnkit.distributed.dtensor import count_parts, local_shard
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses, share_generators

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learnkit.comm.dtensor import is_dtensor
+from learnkit.comm.ranks import Comm
 from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.model import bare_model, is_on_meta
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.comm import Comm
 from learnkit.distributed.ddp import broadcast_tensors
-from learnkit.distributed.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from learnkit.comm.dtensor import reshard
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.device import has_streams
 from learnkit.core.model import call_module
-from learnkit.distributed.dtensor import reshard
 from learnkit.engine.loss import call_model
 from learnkit.engine.snapshot import preserved_forward
 

@@ -14,8 +14,8 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from learnkit.comm.ranks import Comm, has_agent_store
 from learnkit.core.errors import DistributedError, list_places
-from learnkit.distributed.comm import Comm, has_agent_store
 from learnkit.engine.dispatch import format_place
 
 if TYPE_CHECKING:

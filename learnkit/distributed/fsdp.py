@@ -16,12 +16,7 @@ from typing_extensions import override
 
 from learnkit.checkpoint.state import collect_state
 from learnkit.checkpoint.weights import collect_module_state
-from learnkit.core.errors import DistributedError, ModelError, OptionError
-from learnkit.core.model import has_weights, is_on_meta, wrappers_of
-from learnkit.core.validation import check_count, warn_user
-from learnkit.distributed.comm import new_host_group
-from learnkit.distributed.ddp import Parallelism, broadcast_tensors
-from learnkit.distributed.dtensor import (
+from learnkit.comm.dtensor import (
     TENSOR,
     close_hosts,
     count_parts,
@@ -31,6 +26,11 @@ from learnkit.distributed.dtensor import (
     open_hosts,
     reshard,
 )
+from learnkit.comm.ranks import new_host_group
+from learnkit.core.errors import DistributedError, ModelError, OptionError
+from learnkit.core.model import has_weights, is_on_meta, wrappers_of
+from learnkit.core.validation import check_count, warn_user
+from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.initialize import copy_on_meta, fill, take_back
 from learnkit.engine.callback import declared
 

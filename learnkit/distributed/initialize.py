@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learnkit.core.errors import ModelError, WeightsError
-from learnkit.core.random import preserved_rng
-from learnkit.distributed.comm import Comm
-from learnkit.distributed.dtensor import (
+from learnkit.comm.dtensor import (
     full_tensor,
     is_dtensor,
     local_shard,
     shard_rows,
     take_shard,
 )
+from learnkit.comm.ranks import Comm
+from learnkit.core.errors import ModelError, WeightsError
+from learnkit.core.random import preserved_rng
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:

@@ -42,6 +42,7 @@ _OUTPUT = 'output{}.txt'  # file of a rank's output
 
 def launch(
     learn: Learner,
+    *,
     fn: Callable[[Any], Any],  # function called with the Learner in each process
     nproc: int,  # number of processes
     **options: Any,  # further arguments of `DistributedTraining`

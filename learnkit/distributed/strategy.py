@@ -12,12 +12,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from learnkit.checkpoint.digest import digest
+from learnkit.comm.dtensor import is_dtensor
+from learnkit.comm.ranks import Comm
 from learnkit.core.batch import count_samples, find_bs, size_func_of, slice_batch, tensors_in
 from learnkit.core.device import find_used_accelerator
 from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.distributed.comm import Comm
-from learnkit.distributed.dtensor import is_dtensor
 from learnkit.engine.microbatch import divide, weighted_loss
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run

@@ -18,7 +18,7 @@ from learnkit.core.validation import (
     precision_hint,
     warn_of_order,
 )
-from learnkit.engine.denominator import check_is_mean
+from learnkit.engine.loss_weights import check_is_mean
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

@@ -33,8 +33,8 @@ from learnkit.engine.events import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from learnkit.comm.ranks import Comm
     from learnkit.core.time import Timestamp
-    from learnkit.distributed.comm import Comm
     from learnkit.learner import Learner
     from learnkit.optim.wrapper import OptimWrapper
 

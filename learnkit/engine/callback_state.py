@@ -127,6 +127,7 @@ def _subtract(names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
 
 def load_callback_states(
     learn: Learner,
+    *,
     states: Mapping[str, Any],  # states by the callbacks' keys, from `callback_states`
 ) -> None:
     """Load each state into its callback.

@@ -40,7 +40,7 @@ from learnkit.engine.events import (
 )
 
 if TYPE_CHECKING:
-    from learnkit.distributed.comm import Comm
+    from learnkit.comm.ranks import Comm
     from learnkit.learner import Learner
 
 _HANDLED = frozenset([*EVENTS, *METHODS])

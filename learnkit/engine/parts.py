@@ -12,9 +12,9 @@ import torch
 from learnkit.core.model import WholeBatches
 from learnkit.engine.advice import Advice
 from learnkit.engine.counters import Counters
-from learnkit.engine.denominator import LossWeights
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.lengths import Lengths
+from learnkit.engine.loss_weights import LossWeights
 from learnkit.engine.microbatch import Microbatches
 from learnkit.engine.own_loop import ClosureStep, OwnLoop
 from learnkit.engine.passes import TrainingPasses

@@ -55,12 +55,11 @@ def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
 
 
 def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, and count the training steps until the next one that is timed.
+    """Yield the batches of a loader, and check the first one.
 
     Raises `EmptyLoaderError` for a loader without batches, and warns of a loader whose length is wrong.
     If the loader fails, its workers are ended.
     """
-    timings = learn.timings if learn.training else None
     passes = learn.parts.passes
     is_held = learn.training and learn.fitting and needs_digest(learn.dl)
     learn.parts.advice.is_watching = True
@@ -75,10 +74,6 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
             if is_held:
                 passes.last = hold_batch(batch)
             yield batch
-            if timings is not None:
-                timings.steps_left -= 1
-                if timings.steps_left <= 0:
-                    timings.switch(learn)
     except Exception as e:
         add_place(e, f'{learn.phase} ({format_place(learn)})')
         end_workers(batches)
@@ -203,7 +198,6 @@ class TrainingPasses(Source):
             self.n_drawn = learn.iter + 1
             self.is_cut = stopping and self.n_drawn != learn.n_iter
             self.rest = batches if stopping and learn.n_epoch is None else None
-            learn.timings.stop(learn)
             if learn.fitting:
                 warn_of_late_params(learn)
 

@@ -232,29 +232,6 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
 
 
 @contextmanager
-def open_level(learn: Learner, event_type: str) -> Iterator[None]:
-    """Open a level of the loop within a context: fire its first event, and at the end the others.
-
-    For a function, `_with_events` takes less time. It also drops the Cancel exception, with the
-    tensors of its frames, before the handlers of `after_cancel_*` run.
-    """
-    level = LEVELS[event_type]
-    run = learn.run
-    outer = run.levels
-    cancelled = False
-    run.levels = (*outer, event_type)
-    try:
-        yield
-    except level.exception:
-        cancelled = True
-    finally:
-        run.levels = outer
-    if cancelled:
-        learn(level.after_cancel)
-    learn(level.after)
-
-
-@contextmanager
 def preserved_state(learn: Learner) -> Iterator[None]:
     "Restore the random generators, the mode of each module and the loop's state at the end of a context."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}

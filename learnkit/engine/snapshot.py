@@ -18,6 +18,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.comm.dtensor import reshard
 from learnkit.core.errors import CancelBatchException
 from learnkit.core.interrupts import run_all
 from learnkit.core.model import copy_extra_state, has_extra_state, has_lazy_tensors
@@ -25,7 +26,6 @@ from learnkit.core.random import preserved_rng, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
 from learnkit.data.show import first_batch
-from learnkit.distributed.dtensor import reshard
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from learnkit.comm.ranks import has_joined
 from learnkit.core.batch import count_samples, describe, find_bs, microbatches, size_func_of
 from learnkit.core.errors import BatchError
 from learnkit.core.validation import warn_user
-from learnkit.distributed.comm import has_joined
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import end_run, open_run
 

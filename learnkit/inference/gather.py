@@ -13,6 +13,7 @@ from fastcore.imports import noop
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.comm.ranks import SINGLE_RANK, Comm
 from learnkit.core.batch import (
     are_sample_lists,
     batch_counter,
@@ -26,13 +27,12 @@ from learnkit.core.batch import (
     microbatches,
     rebuild,
 )
+from learnkit.core.denominator import IGNORED, denominator_of
 from learnkit.core.errors import BatchError, LossError
 from learnkit.core.files import as_local_path
 from learnkit.data.shard import Shard
-from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
-from learnkit.engine.denominator import IGNORED, denominator_of
 from learnkit.inference.sinks import save_plain
 from learnkit.metrics.merge import gather_on_host, interleave
 

@@ -69,6 +69,7 @@ _END = object()  # marks the end of a loader, as the default of `next`
 
 def validate(
     learn: Learner,
+    *,
     ds_idx: int | None,
     dl: Any,
     cbs: Any,
@@ -106,6 +107,7 @@ def validate(
 
 def get_preds(
     learn: Learner,
+    *,
     ds_idx: int,
     dl: Any,
     with_input: bool,
@@ -211,6 +213,7 @@ def _run_predictions(
 
 def predict_iter(
     learn: Learner,
+    *,
     dl: Any,
     ds_idx: int,
     with_input: bool,
@@ -271,6 +274,7 @@ def _predict_batches(
 
 def predict(
     learn: Learner,
+    *,
     item: Any,
     rm_type_tfms: Any,
     with_input: bool,
@@ -334,6 +338,7 @@ def _predict_typed(
 
 def tta(
     learn: Learner,
+    *,
     ds_idx: int,
     dl: Any,
     n: int,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def show_results(
     learn: Learner,
+    *,
     ds_idx: int,
     dl: Any,
     max_n: int,

@@ -17,11 +17,11 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
+from learnkit.comm.ranks import Comm
 from learnkit.core.batch import describe
 from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.files import as_local_path
 from learnkit.core.plain import ATOMS, as_atom, map_plain
-from learnkit.distributed.comm import Comm
 
 
 def check_sink(sink: Any, names: tuple[str, ...], world: Comm) -> None:

@@ -18,11 +18,11 @@ from typing_extensions import override
 from learnkit.callbacks.checkpoint import Checkpoint
 from learnkit.callbacks.recorder import recorder_of, records
 from learnkit.callbacks.training import GradientClip
+from learnkit.comm.dtensor import total_norm
 from learnkit.core.errors import CallbackError, CancelTrainException, add_place
 from learnkit.core.model import bare_model
 from learnkit.core.watched import as_number, is_better
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.distributed.dtensor import total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.run import preserved_state

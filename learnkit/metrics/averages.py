@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
+from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError
 from learnkit.core.kinds import LOSS, METRIC, MODEL, explain_kind, find_kind
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
-from learnkit.engine.denominator import denominator_of
 from learnkit.metrics.base import Mean, Metric, is_scalar, measured_pred, widen
 from learnkit.metrics.undefined import compute_or_nan
 

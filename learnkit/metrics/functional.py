@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.core.denominator import IGNORED, count_targets
 from learnkit.core.validation import check_choice
-from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.classification import SklearnScore

@@ -17,9 +17,9 @@ import torch
 from fastcore.imports import noop
 from torch import Tensor
 
+from learnkit.comm.ranks import Comm
 from learnkit.core.batch import map_tensors, to_device
 from learnkit.core.errors import BatchError, MetricError
-from learnkit.distributed.comm import Comm
 from learnkit.metrics.state import (
     collect_accumulated,
     collect_torchmetrics,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.core.denominator import IGNORED
 from learnkit.core.validation import check_choice
-from learnkit.engine.denominator import IGNORED
 from learnkit.metrics.averages import SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair
 from learnkit.metrics.shapes import argmax_preds

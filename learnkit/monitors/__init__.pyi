@@ -36,6 +36,9 @@ from .speed import (
     RuntimeEstimator as RuntimeEstimator,
     SpeedMonitor as SpeedMonitor,
 )
+from .step_time import (
+    StepTimeMonitor as StepTimeMonitor,
+)
 from .system_monitor import (
     SystemMonitor as SystemMonitor,
 )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.comm.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.time import Time
-from learnkit.distributed.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.monitors.monitor import Monitor
 from learnkit.optim.hyperparams import Hypers
 

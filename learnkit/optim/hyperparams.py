@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from learnkit.comm.dtensor import local_shard
 from learnkit.core.errors import OptimizerError
 from learnkit.core.model import unwrap_partial
 from learnkit.core.roles import norm_bias_params as norm_bias_params
-from learnkit.distributed.dtensor import local_shard
 
 # where torch's param group has a hyperparameter: a key, and an index if its value is a tuple
 GroupKey = tuple[str, int | None]

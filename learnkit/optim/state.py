@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.comm.dtensor import distribute_like, is_dtensor
 from learnkit.core.batch import children_of, rebuild
 from learnkit.core.errors import OptionError
 from learnkit.core.file_tensor import FileTensor, read_values
 from learnkit.core.plain import to_plain
-from learnkit.distributed.dtensor import distribute_like, is_dtensor
 from learnkit.optim.hyperparams import OPTIONS, OWN_MODULES, match_strides
 
 # options that keep their current values, because they select an implementation for the current device

@@ -14,7 +14,6 @@ import pytest
 from learnkit import Callback, Learner
 from learnkit.checkpoint.digest import differences
 from learnkit.core.errors import CancelFitException
-from learnkit.engine.callback_state import load_callback_states
 from learnkit.engine.resume import checkpoint_point
 from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, make_to_resume
 from tests.helpers.output import capture_printed, read_files, to_comparable
@@ -192,7 +191,7 @@ class Load(Callback):
         self._loaded, self.states = states, State()
 
     def before_fit(self) -> None:
-        load_callback_states(self.learn, self._loaded)
+        self.learn.load_callback_states(self._loaded)
         self.states = self.learn.callback_states()
         raise CancelFitException
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner, accuracy, mae
+from learnkit import Callback, DataLoaders, Learner, StepTimeMonitor, accuracy, mae
 from learnkit.core.errors import MetricError
 from learnkit.core.plotting import COLORS
 from learnkit.testing import synth_learner
@@ -113,7 +113,7 @@ def test_a_fit_shorter_than_what_is_skipped_is_drawn_whole() -> None:
 
 
 def test_timings_are_bars_with_their_unit_and_share() -> None:
-    learn = synth_learner()
+    learn = synth_learner(cbs=StepTimeMonitor())
     fit(learn, 1)
     learn.timings._sums.clear()
     learn.timings._sums.update({'data': 0.03, 'forward': 0.06, 'Recorder': 0.008, 'loop': 0.002})

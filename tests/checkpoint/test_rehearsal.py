@@ -271,5 +271,5 @@ def test_repr_of_an_attribute_of_the_loader_is_not_called() -> None:
             return f'{self.rows.pop()}'
 
     rows = Rows()
-    fingerprint(rows)
+    Fingerprints().mark(rows)
     assert len(rows.rows) == 3

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from learnkit.comm.ranks import SINGLE_RANK
 from learnkit.core.errors import DistributedError
-from learnkit.distributed.comm import SINGLE_RANK
 from learnkit.distributed.compare import (
     compute_checksum,
     find_differences,

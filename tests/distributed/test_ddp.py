@@ -12,9 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 from learnkit import SGD, Callback, DataLoaders, Learner, ProgressCallback
+from learnkit.comm.ranks import SINGLE_RANK
 from learnkit.core.errors import OptionError
 from learnkit.distributed import DistributedTraining
-from learnkit.distributed.comm import SINGLE_RANK
 from tests.helpers.distributing import compare, make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 

@@ -20,8 +20,8 @@ from learnkit import (
 from learnkit.callbacks.training import ChannelsLast, GradientValueClip
 from learnkit.checkpoint.compare import learn_state
 from learnkit.checkpoint.digest import digest
+from learnkit.comm.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, ModelError, OptionError
-from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.fsdp import check_can_be_sharded, find_units
 from learnkit.optim.optimizers import Adam, Lookahead, MuonAdamW
 from tests.helpers.fsdp import (

@@ -18,9 +18,9 @@ from learnkit import (
     DistributedError,
     MixedPrecision,
 )
+from learnkit.comm.dtensor import full_tensor, local_shard
 from learnkit.core.errors import ModelError, OptionError
 from learnkit.distributed.callback import DistributedTraining
-from learnkit.distributed.dtensor import full_tensor, local_shard
 from learnkit.monitors import ActivationMonitor, ActivationStats
 from tests.distributed.test_fsdp import CASES, trained
 from tests.helpers.fsdp import (

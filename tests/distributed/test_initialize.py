@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from learnkit import Callback, Learner
+from learnkit.comm.dtensor import is_dtensor
 from learnkit.core.errors import ModelError, OptionError, WeightsError
 from learnkit.core.model import is_on_meta
-from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.initialize import copy_on_meta
 from tests.helpers.fsdp import Net, WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import DataLoaders, Learner, accuracy
+from learnkit.comm.ranks import SINGLE_RANK
 from learnkit.core.errors import DistributedError
-from learnkit.distributed.comm import SINGLE_RANK
 from tests.helpers.ranks import run_ranks
 
 

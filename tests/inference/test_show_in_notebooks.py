@@ -21,7 +21,7 @@ from learnkit import *
 x, y = torch.rand(60, 1, 4, 4), torch.arange(60) % 3
 dls = DataLoaders.from_tensors((x, y), (x, y), bs=4)
 learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss(), metrics=accuracy,
-                cbs=ActivationStats(with_hist=True))
+                cbs=[ActivationStats(with_hist=True), StepTimeMonitor()])
 with learn.no_bar(), learn.no_logging(): learn.fit(1)
 interp = ClassificationInterpretation.from_learner(learn)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ import torch
 
 import learnkit
 from benchmarks.subjects import SUBJECTS, Task
+from learnkit import Learner
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +30,9 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A package imports only from those before it, in functions and for type checkers as well; `learnkit` is the package's
 # own `__init__`.
 PACKAGES = (
-    'core optim losses data metrics engine checkpoint distributed inference callbacks '
+    'core comm optim losses data metrics engine checkpoint distributed inference callbacks '
     'monitors loggers debug learner sklearn interop learnkit testing demo all __main__'
 ).split()
-
-
-# modules that other packages build on: they import from `core` alone
-BASICS = {'distributed.comm', 'distributed.dtensor', 'engine.denominator'}
 
 
 def modules() -> dict[str, Path]:
@@ -50,7 +48,45 @@ def modules() -> dict[str, Path]:
 
 
 def layer(module: str) -> str:
-    return 'core' if module in BASICS else module.split('.')[0]
+    return module.split('.')[0]
+
+
+# --------------------------------------------------------------- methods and their implementations
+
+
+def implementations() -> dict[str, tuple[str, str]]:
+    "Return module and function of each method of the Learner that is implemented elsewhere."
+    [learner] = [
+        node
+        for node in ast.parse((PACKAGE / 'learner.py').read_text('utf-8')).body
+        if isinstance(node, ast.ClassDef) and node.name == 'Learner'
+    ]
+    found = {}
+    for method in (node for node in learner.body if isinstance(node, ast.FunctionDef)):
+        for call in method.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == 'implemented_in':
+                module, *name = [ast.literal_eval(argument) for argument in call.args]
+                found[method.name] = module, *(name or [method.name])
+    return found
+
+
+def parameters(function) -> dict[str, str]:
+    "Return names and kinds of the parameters of a function or a method, without the Learner."
+    _, *found = inspect.signature(function).parameters.values()
+    return {p.name: p.kind.name for p in found}
+
+
+@pytest.mark.parametrize(('method', 'place'), implementations().items())
+def test_a_method_and_its_function_have_the_same_parameters(method, place):
+    "They are passed by name, so that a parameter added to one of them cannot become another one."
+    function = parameters(getattr(importlib.import_module(place[0]), place[1]))
+    expected = parameters(getattr(Learner, method))
+    if function.get('fit') == 'VAR_KEYWORD':  # passed on to `Learner.fit`
+        del function['fit']
+        function |= {name: 'KEYWORD_ONLY' for name in expected if name in parameters(Learner.fit)}
+    assert set(function) == set(expected)
+    by_position = {name for name, kind in function.items() if kind.startswith('POSITIONAL')}
+    assert by_position == {name for name, kind in expected.items() if kind == 'POSITIONAL_ONLY'}
 
 
 # ------------------------------------------------------------------------------------- importing it

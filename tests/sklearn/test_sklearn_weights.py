@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnkit import AccumMetric, GradientAccumulation, LossError, MixUp, OptionError, accuracy
-from learnkit.engine.denominator import denominator_of
+from learnkit.core.denominator import denominator_of
 from learnkit.losses import (
     CrossEntropyLossFlat,
     FocalLossFlat,

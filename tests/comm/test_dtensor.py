@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from learnkit import DistributedError
-from learnkit.distributed.dtensor import close_hosts, host_mesh, open_hosts
+from learnkit.comm.dtensor import close_hosts, host_mesh, open_hosts
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

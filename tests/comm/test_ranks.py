@@ -14,8 +14,8 @@ import torch
 from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import entries
+from learnkit.comm.ranks import SINGLE_RANK, join_ranks, launched_as
 from learnkit.core.errors import DistributedError
-from learnkit.distributed.comm import SINGLE_RANK, join_ranks, launched_as
 from learnkit.distributed.launch import free_port
 from tests.helpers.ranks import run_ranks
 

@@ -192,7 +192,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:reduction:UserWarning')  # torch
 def test_every_loss_class_of_torch_is_swept() -> None:
     names = [name for name in dir(nn) if name.endswith('Loss')]
     swept = {kind.partition(',')[0] for kind in CASES}
-    assert set(names) <= swept, 'add a case, and the loss to a list of engine/denominator.py'
+    assert set(names) <= swept, 'add a case, and the loss to a list of core/denominator.py'
 
 
 def make_batches(case: Case, sizes: list[int], lengths: list[int]) -> list[Batch]:

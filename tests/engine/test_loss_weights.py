@@ -23,23 +23,25 @@ from learnkit import (
     Recorder,
     TrainEvalCallback,
 )
-from learnkit.core.errors import LossError, OptionError
-from learnkit.engine.denominator import (
+from learnkit.core.denominator import (
     ClassTargets,
     Elements,
-    LossWeights,
     Samples,
     Tokens,
     Unknown,
-    check_is_mean,
     check_weight_func,
-    compare_parts,
     count_targets,
     denominator_of,
-    find_denominator,
     find_model_denominator,
-    is_weighted_mean,
     sum_of_weights,
+)
+from learnkit.core.errors import LossError, OptionError
+from learnkit.engine.loss_weights import (
+    LossWeights,
+    check_is_mean,
+    compare_parts,
+    find_denominator,
+    is_weighted_mean,
 )
 from learnkit.losses import (
     DiceLoss,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a training step by part, measured for one step in 32 through handler tables that read the clock."""
+"""Time of a training step by part, measured in some steps through handler tables that read the clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 
 from learnkit.core.device import has_streams
 from learnkit.core.plotting import axes_or_new
+from learnkit.core.validation import check_count
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import METHODS
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-EVERY = 32  # interval of measured steps
-FIRST = 8  # first measured step of a fit, as the steps before it are slower than the rest
+FIRST = 8  # first measured step of a fit, because earlier steps are slower
 
 # parts of a step by the events before and after the part
 PARTS = {
@@ -34,17 +35,62 @@ PARTS = {
 ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')  # parts that run on a GPU
 
 
-class Timings:
-    """Time of a training step by part: data, transfer, forward, loss, backward, step, each callback, and the loop.
+class StepTimeMonitor(Callback):
+    """Measure the time of a training step by part, in one step of `every`; `learn.timings` has the times.
 
-    `learn.timings` has the times of the latest fit. Parts that run on a GPU are timed by CUDA events, without waiting.
+    The parts are data, transfer, forward, loss, backward, step, each callback, and the loop. Parts that run on a GPU
+    are timed by CUDA events, without waiting. The first steps of a fit, which are slower, are not measured. A measured
+    step takes some microseconds longer; all other steps run as without the monitor.
+
+    Checkpointed: nothing. A resumed fit measures again from its start. Raises `OptionError` for an interval below 1.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=64)
-    >>> with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    >>> with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=StepTimeMonitor())
     >>> learn.timings.n, 'backward' in learn.timings.seconds, 'Recorder' in learn.timings.seconds
     (2, True, True)
     """
+
+    order = 1000  # last, so that the time between two draws has all handlers of a step
+    observer = True
+    run_valid = False
+    remove_on_find = True
+    remove_on_fetch = True
+    run_in = 'fit'
+
+    def __init__(
+        self,
+        every: int = 32,  # interval of measured steps
+    ) -> None:
+        super().__init__()
+        self.every = check_count('every', every)
+        self._n_drawn = 0  # draws of this fit
+
+    def state_dict(self) -> None:
+        return None
+
+    def before_fit(self) -> None:
+        self._n_drawn = 0
+        self.learn.timings = Timings()
+
+    def before_draw(self) -> None:
+        learn = self.learn
+        learn.timings.end_step(learn)
+        is_at_end = learn.n_iter is not None and learn.iter >= learn.n_iter
+        if self._n_drawn % self.every == (FIRST - 1) % self.every and not is_at_end:
+            if self._n_drawn >= FIRST - 1:
+                learn.timings.begin_step(learn)
+        self._n_drawn += 1
+
+    def after_train(self) -> None:
+        self.learn.timings.end_step(self.learn)
+
+    def cleanup(self) -> None:
+        self.learn.timings.end_step(self.learn)
+
+
+class Timings:
+    "Times of the parts of training steps: `learn.timings`, of the latest fit with a `StepTimeMonitor`."
 
     def __init__(self) -> None:
         self.n = 0  # number of measured steps
@@ -54,30 +100,27 @@ class Timings:
         self._last_time = 0.0  # time at the end of its handlers
         self._last_mark: Any = None  # CUDA event at the end of its handlers
         self.device: torch.device | None = None  # device of the model, set before a step
-        self.steps_left = FIRST - 1  # number of steps until the next measured one
 
     # -- measuring ---------------------------------------------------------------------------------
 
-    def switch(self, learn: Learner) -> None:
-        "Start to measure a step with timed handlers, or stop if a step was measured. Called when a batch is drawn."
-        if self.stop(learn):
-            self.steps_left = EVERY - 1
-        elif learn.parts.tables is learn.parts.callbacks.tables:
-            learn.parts.tables = learn.parts.tables[False], self._get_timed_table(learn)
-            self.device = learn.parts.batch_device
-            self._last_event = 'before_draw'  # a step is measured from draw to draw
-            self._last_time = perf_counter()
-            self._last_mark = None
+    def begin_step(self, learn: Learner) -> None:
+        "Replace the loop's handler tables by tables that read the clock, from one draw to the next."
+        if learn.parts.tables is not learn.parts.callbacks.tables:
+            return  # `learn.trace()` has replaced them
+        learn.parts.tables = learn.parts.tables[False], self._get_timed_table(learn)
+        self.device = learn.parts.batch_device
+        self._last_event = 'before_draw'
+        self._last_time = perf_counter()
+        self._last_mark = None
 
-    def stop(self, learn: Learner) -> bool:
-        "Restore the loop's handler tables, and return True if a step was being measured."
+    def end_step(self, learn: Learner) -> None:
+        "Restore the loop's handler tables if a step is being measured."
         if not isinstance(learn.parts.tables[True], TimedTable):
-            return False
+            return
         learn.parts.tables = learn.parts.callbacks.tables
         self._sums['loop'] += perf_counter() - self._last_time
         self.n += 1
         self._collect()
-        return True
 
     def _get_timed_table(self, learn: Learner) -> TimedTable:
         "Return the timed handlers of this fit, created once: `refresh` clears the table when callbacks change."
@@ -159,7 +202,7 @@ class Timings:
 
     def __repr__(self) -> str:
         if not self.n:
-            return f'No step has been measured yet: one in {EVERY} is.'
+            return f'No step has been measured: the first one is step {FIRST} of a fit.'
         rows = self._list_rows()
         width = max(len(part) for part, _, _ in rows)
         rows[0] = *rows[0][:2], f'({self.n} measured)'

@@ -14,28 +14,34 @@ from learnkit import (
     CancelBatchException,
     GradientClip,
     MixUp,
+    StepTimeMonitor,
 )
-from learnkit.engine.timings import EVERY, FIRST
+from learnkit.monitors.step_time import FIRST
 from tests.helpers.clock import use_clock
 from tests.helpers.learners import quiet_synth_learner
 
 
 def learner(n_train: int = 3, **kwargs: Any) -> Any:
-    return quiet_synth_learner(n_train=n_train, n_valid=1, **kwargs)
+    learn = quiet_synth_learner(n_train=n_train, n_valid=1, **kwargs)
+    learn.add_cb(StepTimeMonitor())
+    return learn
 
 
 def test_one_step_in_so_many_is_measured() -> None:
     learn = learner(n_train=100)
+    with pytest.raises(AttributeError, match='StepTimeMonitor'):
+        _ = learn.timings
+    learn.fit('5ba')
     assert 'No step has been measured' in repr(learn.timings)
     learn.fit(1)
-    assert learn.timings.n == len(range(FIRST - 1, 100, EVERY))
+    assert learn.timings.n == len(range(FIRST - 1, 100, StepTimeMonitor().every))
     learn.fit(1)  # a new fit starts from zero
-    assert learn.timings.n == len(range(FIRST - 1, 100, EVERY))
+    assert learn.timings.n == len(range(FIRST - 1, 100, StepTimeMonitor().every))
 
 
 def test_the_total_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     "Time of sleeping parts is attributed to them, and the parts add up to the step."
-    clock = use_clock(monkeypatch, 'learnkit.engine.timings')
+    clock = use_clock(monkeypatch, 'learnkit.monitors.step_time')
 
     class Slow(nn.Module):
         def __init__(self) -> None:
@@ -79,7 +85,7 @@ def test_a_step_that_is_measured_trains_as_any_other() -> None:
         torch.manual_seed(0)
         learn = learner(n_train=20, cbs=[MixUp(), GradientClip()])
         with pytest.MonkeyPatch.context() as m:
-            m.setattr('learnkit.engine.timings.FIRST', first)
+            m.setattr('learnkit.monitors.step_time.FIRST', first)
             learn.fit(2)
         assert learn.timings.n == (2 if first == FIRST else 0)
         return [*learn.model.parameters(), *learn.recorder.losses]
