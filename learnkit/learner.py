@@ -975,8 +975,8 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> state = synth_learner().checkpoint_state()
         >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
-        ['buffers', 'callback_names', 'callbacks', 'frozen', 'generators', 'grads', 'loop', 'loss_buffers', 'loss_func',
-         'model', 'nondeterministic_state', 'optimizer', 'persistent', 'position', 'rng']
+        ['buffers', 'callbacks', 'frozen', 'generators', 'grads', 'loop', 'loss_buffers', 'loss_func', 'model',
+         'nondeterministic_state', 'optimizer', 'persistent', 'position', 'rng']
         """
 
     @implemented_in('learnkit.checkpoint.state')

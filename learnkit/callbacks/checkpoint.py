@@ -45,6 +45,7 @@ from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.core.watched import as_number, can_be_best
 from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback_state import callback_names
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import checkpoint_point
 from learnkit.metrics.direction import MetricProperties
@@ -416,6 +417,7 @@ class Checkpoint(Callback):
         return {
             'time': learn.time.state_dict(),
             'train_iter': learn.train_iter,
+            'callback_names': callback_names(learn),
             'n_epoch': learn.n_epoch,
             'ranks': learn.world.size,
             'device': str(model_device(learn.model, learn.dls)),

@@ -207,7 +207,6 @@ SCHEMA = {
     'rng': is_rng,
     'position': Maybe(_POSITION),
     'callbacks': has_dense_tensors,
-    'callback_names': Maybe(Each(str)),  # None: not compared
     'nondeterministic_state': Each(Each(str, list)),
 }
 

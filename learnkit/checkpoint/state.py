@@ -58,7 +58,6 @@ from learnkit.data.position import count_in_batches, describe_drawn, warn_of_mis
 from learnkit.data.shard import Shard
 from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import (
-    callback_names,
     collect_nondeterministic_state,
     load_states,
     warn_of_changed_callbacks,
@@ -125,7 +124,6 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         'rng': capture_rng(),
         'position': learn.parts.passes.state_dict(learn, within_epoch) if point else None,
         'callbacks': learn.callback_states(),
-        'callback_names': callback_names(learn),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
     full_state: dict[str, Any] = learn.parts.strategy.add_own_state(learn, state)
@@ -453,8 +451,8 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
 def _load_callbacks(learn: Learner, resume: ResumeState) -> None:
     "Load the callbacks' states; warn once of callbacks that were added or removed since a file was written."
     states = copy_to_host(resume.state['callbacks'])
-    names = resume.state['callback_names']
-    if names is None or resume.path is None:
+    names = resume.info.get('callback_names')
+    if names is None:
         learn.load_callback_states(states)
         return
     warn_of_changed_callbacks(learn, names)

@@ -289,9 +289,8 @@ def _read_checkpoint(
     callbacks = resume.state['callbacks']
     needed = {key: callbacks[key] for key in run.info['callbacks'] if key in callbacks}
     trained = {name: copy_value(resume.state[name], read_values) for name in DEFERRED}
-    # a moment compares the names itself, and adds callbacks
-    others = {'callbacks': needed, 'callback_names': None}
-    resume.state = {**resume.state, **trained, **others}
+    resume.state = {**resume.state, **trained, 'callbacks': needed}
+    resume.info = {}  # a moment adds callbacks, and compares their names itself
     resume.is_owner = False  # a moment keeps the state, too
     return resume, callbacks
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
+from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.counters import Every
@@ -350,7 +351,7 @@ class Callback:
 
     def __repr__(self) -> str:
         handlers = [
-            f'{event}={_get_func_name(f.__func__)}'
+            f'{event}={name_of(unwrap_partial(f.__func__))}'
             for event, f in self.__dict__.items()
             if event in _DISPATCH_ATTRIBUTES and isinstance(f, MethodType)
         ]
@@ -419,11 +420,7 @@ def _list_changed_options(cb: Callback) -> Iterator[str]:
             if displayed not in (default, f'{default}{getattr(value, "unit", "")}'):
                 yield f'{name}={displayed!r}'
         elif callable(value) and default is not None:
-            yield f'{name}={_get_func_name(value)}'
-
-
-def _get_func_name(f: Any) -> Any:
-    return getattr(f, '__name__', f)
+            yield f'{name}={getattr(value, "__name__", value)}'
 
 
 def _has_attribute(learn: object, name: str) -> bool:
