@@ -1,7 +1,7 @@
 # What is done often, with .venv's Python where there is one.
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: docs test quick lint peers wheel constraints lowest latest
+.PHONY: docs test quick lint peers sweeps wheel constraints lowest latest
 
 docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html \
@@ -31,6 +31,9 @@ lowest latest:
 
 peers:  # other packages' callbacks, in learnkit and in their own trainers; into docs/compatibility.md
 	$(PYTHON) -m tests.peers --write
+
+sweeps:  # loaders of the data libraries that are installed, killed and resumed; into docs/checkpoints.md
+	$(PYTHON) -W ignore -m tests.sweeps --write
 
 wheel:  # the package as it is uploaded, into dist/
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .

@@ -349,7 +349,7 @@ def build_endless(folder: Path) -> Any:
 
 @loader('', 'a list of batches')
 def build_list(folder: Path) -> Any:
-    return [stack(map(make_record, IDS[i : i + BS])) for i in range(0, N, BS)]
+    return [stack([make_record(k) for k in IDS[i : i + BS]]) for i in range(0, N, BS)]
 
 
 # -- torch -----------------------------------------------------------------------------------------
