@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# WebDataset's `seed=` is ignored where samples are drawn at random, and without it a shuffle is the same in each epoch.
+# WebDataset's `seed=` is ignored where samples are drawn at random, and a shuffle without it is the same in each epoch.
 #
-# `WebDataset(..., shardshuffle=n)` without a seed gives one order of the shards in all epochs and processes, though
-# one expects another order in each epoch; `detshuffle=True` is needed for that. `resampled=True` with `seed=3` gives
-# other shards in each run, though one expects the seed to repeat them; `deterministic=True` can only be set by making
-# `ResampledShards` by hand. `random.seed`, `numpy.random.seed` and `torch.manual_seed` change neither.
+# `WebDataset(..., shardshuffle=n)` draws its seed once, when it is made, by Python's global generator. All epochs have the
+# same order of the shards, where one expects another order in each epoch, as `shuffle=True` of torch's DataLoader gives;
+# `detshuffle=True` is needed for that. `resampled=True` with `seed=3` gives other shards in each run, where one expects
+# the seed to repeat them: `seed` is not passed on. Seeding Python's, NumPy's and torch's generators does not help there.
 #
 # Versions: webdataset 1.0.2, numpy 2.3.5, torch 2.13.0. Output seen:
-#     shardshuffle=8, no seed: two epochs in the same order: True, two runs: True
+#     shardshuffle=8, no seed: two epochs in the same order: True
 #     shardshuffle=8, detshuffle=True: two epochs in the same order: False, two runs: True
 #     resampled=True, seed=3: two runs in the same order: False
 set -euo pipefail
@@ -38,15 +38,14 @@ def draw(**options):
     return [[sample['id.cls'] for sample in islice(data, 32)] for _ in range(2)]
 
 
-fixed, fixed_again = draw(shardshuffle=8), draw(shardshuffle=8)
-print(f'shardshuffle=8, no seed: two epochs in the same order: {fixed[0] == fixed[1]}, '
-      f'two runs: {fixed == fixed_again}')
+fixed = draw(shardshuffle=8)
+print(f'shardshuffle=8, no seed: two epochs in the same order: {fixed[0] == fixed[1]}')
 det, det_again = [draw(shardshuffle=8, detshuffle=True) for _ in range(2)]
 print(f'shardshuffle=8, detshuffle=True: two epochs in the same order: {det[0] == det[1]}, '
       f'two runs: {det == det_again}')
 drawn, drawn_again = [draw(resampled=True, shardshuffle=False, seed=3) for _ in range(2)]
 print(f'resampled=True, seed=3: two runs in the same order: {drawn == drawn_again}')
-assert fixed[0] == fixed[1] and fixed == fixed_again and fixed[0] != list(range(32))
+assert fixed[0] == fixed[1] != list(range(32))
 assert det[0] != det[1] and det == det_again
 assert drawn != drawn_again
 PYTHON
