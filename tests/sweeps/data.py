@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -106,12 +107,13 @@ def train(subject: Subject, folder: Path, data: Path) -> Result:
 
 
 def _record_warnings(path: Path) -> None:
-    "Append the warnings of the package to a file, of which a kill leaves what was written."
+    "Append the warnings of the package to a file, of which a kill leaves what was written; ignore others."
 
     def record(message: Any, *args: Any, **kwargs: Any) -> None:
         with path.open('a', encoding='utf-8') as file:
             file.write(json.dumps(str(message)) + '\n')
 
+    warnings.simplefilter('ignore')
     validation.warn = record  # type: ignore[assignment]
 
 
@@ -160,10 +162,10 @@ def _judge_kill(
     except HarnessError as e:
         error = _find_error(e)
         return (REFUSED if error.partition(':')[0] in TYPED else FAILED), error
-    warnings = _read_warnings(folder)
-    note = shorten(warnings[0]) if warnings else ''
+    texts = _read_warnings(folder)
+    note = shorten(texts[0]) if texts else ''
     if lines := compare(straight, resumed, n):
-        return (WARNED, note) if warnings else (WRONG, f'after {n} batches {", ".join(lines)}')
+        return (WARNED, note) if texts else (WRONG, f'after {n} batches {", ".join(lines)}')
     surplus = resumed['n_fetched'] - _count_trained(resumed)
     is_replayed = surplus > straight['n_fetched'] - _count_trained(straight)
     return (REPLAYED if is_replayed else EXACT), note
@@ -214,6 +216,6 @@ def _read_warnings(folder: Path) -> list[str]:
 
 def _find_error(e: HarnessError) -> str:
     "Return the type and the first sentence of the last error in a child's output."
-    lines = re.findall(r'^[\w.]*(?:Error|Exception)\b.*', str(e), re.MULTILINE)
+    lines = re.findall(r'^[\w.]*(?:Error|Exception|Warning)\b.*', str(e), re.MULTILINE)
     line = lines[-1] if lines else str(e).splitlines()[0]
     return shorten(re.sub(r'^[\w.]*\.(?=\w+:)', '', line))

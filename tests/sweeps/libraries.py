@@ -792,16 +792,12 @@ def build_tensordict_mapped(folder: Path) -> Any:
 
 
 def make_replay_buffer(sampler: Any, **options: Any) -> Any:
-    from torchrl.data import ListStorage, ReplayBuffer
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
 
     buffer = ReplayBuffer(
-        storage=ListStorage(N),
-        sampler=sampler,
-        batch_size=BS,
-        collate_fn=collate_fetched,
-        **options,
+        storage=LazyTensorStorage(N), sampler=sampler, batch_size=BS, collate_fn=to_dict, **options
     )
-    buffer.extend([make_record(i) for i in IDS])
+    buffer.extend(make_tensordict())
     return buffer
 
 
