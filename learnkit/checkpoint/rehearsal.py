@@ -26,7 +26,7 @@ from learnkit.core.model import bare_model
 from learnkit.core.plain import ATOMS
 from learnkit.core.random import MODULE_INTERNALS, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.data.loader_state import find_own_parts, find_parts
+from learnkit.data.loader_state import LISTS, find_own_parts, find_parts
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.engine.callback import declared
@@ -177,9 +177,11 @@ def _list_data(dl: Any) -> Inventory:
     found: Inventory = {}
     for place, part in _find_samplers(dl):
         found |= _list_sampler(part, place)
-    counted = {id(part) for _, part in find_own_parts(dl)}
-    for root in ('', 'dataset', 'collate_fn'):
-        owner = getattr(dl, root, None) if root else dl
+    parts = find_own_parts(dl)
+    counted = {id(part) for _, part in parts}
+    owners = {'': dl, **{name: getattr(dl, name, None) for name in ('dataset', 'collate_fn')}}
+    owners |= {path: part for path, part in parts if _is_entry(path)}
+    for root, owner in owners.items():
         attributes = getattr(owner, '__dict__', None)
         if isinstance(owner, FunctionType):
             found[root] = fingerprint(owner), _IN_DATA
@@ -187,11 +189,16 @@ def _list_data(dl: Any) -> Inventory:
             continue
         for name, value in attributes.items():
             is_number = id(owner) in counted and type(value) in ATOMS
-            is_listed = isinstance(value, Sampler) or name in ('dataset', '_iterator')
+            is_listed = isinstance(value, Sampler) or name in ('dataset', '_iterator', *LISTS)
             if not is_number and not is_listed:
                 place = '.'.join(filter(None, ('training loader', root, name)))
                 found[place] = fingerprint(value), _IN_DATA
     return found
+
+
+def _is_entry(path: str) -> bool:
+    "Return True for the path of an entry of a list of data sets or stages."
+    return path.rpartition('.')[2].isdigit() and not belongs_to_sampler(path)
 
 
 def _find_samplers(dl: Any) -> list[tuple[str, Any]]:
@@ -323,7 +330,7 @@ def _list_parts(value: Any) -> Iterator[Any]:
         yield repr(value)
     elif not _is_foreign(value):
         yield _find_length(value) if isinstance(value, Iterator) else None
-        yield from getattr(value, '__dict__', {}).items()
+        yield from list(getattr(value, '__dict__', {}).items())
         yield from (getattr(value, name, None) for name in getattr(type(value), '__slots__', ()))
         text = repr(value)
         yield None if ' at 0x' in text else text  # such as a Decimal

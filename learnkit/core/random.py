@@ -177,7 +177,7 @@ def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
     if base is not None:
         # methods of the base class, because iterating over a subclass may start a loader
         items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
-        for k, value in items:
+        for k, value in list(items):  # a copy, since threads of a loader may change it
             yield '[{!r}]', k, value
     attributes = getattr(owner, '__dict__', None)
     if type(owner) in _CALLABLES:
@@ -187,7 +187,7 @@ def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(owner, nn.Module):
         own = {k: v for k, v in attributes.items() if k not in MODULE_INTERNALS}
         attributes = own | attributes['_modules']
-    for k, value in attributes.items():
+    for k, value in list(attributes.items()):
         # the iterator of a DataLoader refers to parts of the loader, and `learn` of a callback to all objects
         if k not in ('_iterator', 'learn'):
             yield '.{}', k, value

@@ -22,7 +22,8 @@ State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribu
 
 _NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
-_DEEPEST = 3
+LISTS = ('datasets', 'pipeline')  # lists of parts: of torch's ConcatDataset, stages of webdataset
+_DEEPEST = 4
 _DEEPEST_NODE = 8  # of a loader that is built of nodes
 _LEAF_PACKAGES = (
     'builtins',
@@ -136,12 +137,21 @@ def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
         inner = []
         for path, owner in found:
             yield path, owner
-            for name, value in getattr(owner, '__dict__', {}).items():
-                is_part = name in _PARTS or isinstance(value, Sampler)
-                if is_part and id(value) not in seen:
+            for name, value in _list_inner(owner):
+                if id(value) not in seen:
                     seen.add(id(value))
                     inner.append((f'{path}.{name}'.removeprefix('.'), value))
         found = inner
+
+
+def _list_inner(owner: Any) -> Iterator[tuple[str, Any]]:
+    "Yield the attributes of a part that are parts, and the entries of its lists of parts."
+    # a copy, since threads of a loader may set attributes
+    for name, value in list(getattr(owner, '__dict__', {}).items()):
+        if name in _PARTS or isinstance(value, Sampler):
+            yield name, value
+        elif name in LISTS and isinstance(value, (list, tuple)):
+            yield from ((f'{name}.{i}', part) for i, part in enumerate(value))
 
 
 def find_out_of_order(dl: Any) -> list[str]:
@@ -155,7 +165,7 @@ def find_out_of_order(dl: Any) -> list[str]:
             attributes = getattr(owner, '__dict__', {})
             if attributes.get('in_order', True) is False and attributes.get('num_workers', 1):
                 found.append(type(owner).__name__)
-            for value in attributes.values():
+            for value in list(attributes.values()):
                 is_node = type(value).__module__.partition('.')[0] not in _LEAF_PACKAGES
                 if is_node and hasattr(value, '__dict__') and id(value) not in seen:
                     seen.add(id(value))
@@ -174,7 +184,8 @@ def _is_own(owner: Any) -> bool:
 
 def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     "Return the attributes that are numbers, as this process first saw them and as they are now, without `epoch`."
-    present = {k: v for k, v in vars(owner).items() if type(v) in _NUMBERS and k != 'epoch'}
+    attributes = vars(owner).copy()
+    present = {k: v for k, v in attributes.items() if type(v) in _NUMBERS and k != 'epoch'}
     key = id(owner)
     if key not in _first_numbers:
         with suppress(TypeError):  # an object of a class with `__slots__`

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from learnkit import TensorLoader
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
@@ -24,10 +32,50 @@ class Rotating(Sampler[int]):
         return iter([(i + self.n_passes) % 5 for i in range(5)])
 
 
+class Stage:
+    "A stage of a pipeline, which shuffles by the number of its pass, as a stage of webdataset."
+
+    def __init__(self, epoch: int = -1) -> None:
+        self.epoch = epoch
+
+    def run(self, source: list[int]) -> list[int]:
+        self.epoch += 1
+        return Random(self.epoch).sample(source, len(source))
+
+
+class Pipeline(IterableDataset[int]):
+    "A stream that runs stages in a list."
+
+    def __init__(self) -> None:
+        self.pipeline = [list(range(9)), Stage(), Stage(7)]
+
+    def __iter__(self) -> Iterator[int]:
+        source, *stages = self.pipeline
+        for stage in stages:
+            source = stage.run(source)
+        return iter(source)
+
+
+class Counting(Dataset[int]):
+    "A data set whose samples depend on the number of reads."
+
+    def __init__(self) -> None:
+        self.n_reads = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> int:
+        self.n_reads += 1
+        return 10 * i + self.n_reads
+
+
 @pytest.mark.parametrize(
     'make',
     [
         lambda: DataLoader(range(5), sampler=Rotating()),
+        lambda: DataLoader(Pipeline(), 3),
+        lambda: DataLoader(ConcatDataset([Counting(), Counting()]), 2),
         lambda: DataLoader(range(5), shuffle=True, generator=torch.Generator()),
         lambda: DataLoader(range(5), sampler=DistributedSampler(range(5), 2, 0)),
         lambda: TensorLoader(torch.arange(9), bs=2, shuffle=True, seed=1),

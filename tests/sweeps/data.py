@@ -165,6 +165,7 @@ def _judge_kill(
     texts = _read_warnings(folder)
     note = shorten(texts[0]) if texts else ''
     if lines := compare(straight, resumed, n):
+        print(f'  {folder.name}: {", ".join(lines)}')
         return (WARNED, note) if texts else (WRONG, f'after {n} batches {", ".join(lines)}')
     surplus = resumed['n_fetched'] - _count_trained(resumed)
     is_replayed = surplus > straight['n_fetched'] - _count_trained(straight)
