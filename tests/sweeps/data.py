@@ -167,8 +167,8 @@ def _judge_kill(
     if lines := compare(straight, resumed, n):
         print(f'  {folder.name}: {", ".join(lines)}')
         return (WARNED, note) if texts else (WRONG, f'after {n} batches {", ".join(lines)}')
-    surplus = resumed['n_fetched'] - _count_trained(resumed)
-    is_replayed = surplus > straight['n_fetched'] - _count_trained(straight)
+    surplus = _count_surplus(resumed) - _count_surplus(straight)
+    is_replayed = straight['n_fetched'] > 0 and surplus > 0
     return (REPLAYED if is_replayed else EXACT), note
 
 
@@ -204,8 +204,11 @@ def compare(straight: Result, resumed: Result, n: int) -> list[str]:
     return found
 
 
-def _count_trained(result: Result) -> int:
-    return sum(len(ids) for _, ids, _ in result['batches'])
+def _count_surplus(result: Result) -> int:
+    "Return the number of samples that were fetched and not trained on."
+    n_trained: int = sum(len(ids) for _, ids, _ in result['batches'])
+    n_fetched: int = result['n_fetched']
+    return n_fetched - n_trained
 
 
 def _read_warnings(folder: Path) -> list[str]:

@@ -40,6 +40,13 @@ def collate_fetched(samples: Any) -> dict[str, Tensor]:
     return stack(samples)
 
 
+def note_fetched(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    "Record that the samples of a batch are fetched, and return the batch."
+    for _ in batch['id']:
+        note_fetch()
+    return batch
+
+
 def write_once(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     "Return a file or folder that `write` has made, in this run or in an earlier one."
     path = folder / name
@@ -399,7 +406,9 @@ class Combined:
     def __init__(self, mode: str) -> None:
         from lightning.pytorch.utilities import CombinedLoader
 
-        parts = [Subset(Samples(), ids) for ids in (IDS[:32], IDS[32:])]
+        parts: list[Dataset[Sample]] = [Samples(), Samples()]
+        if mode == 'sequential':
+            parts = [Subset(Samples(), ids) for ids in (IDS[:32], IDS[32:])]
         self.dl = CombinedLoader([DataLoader(part, BS, shuffle=True) for part in parts], mode)
 
     def __iter__(self) -> Iterator[Any]:
@@ -499,7 +508,7 @@ def make_random_transform() -> Any:
 def load_monai(data: Any, cls: str = 'DataLoader', **options: Any) -> Any:
     from monai import data as monai_data
 
-    return getattr(monai_data, cls)(data, batch_size=BS, collate_fn=stack, **options)
+    return getattr(monai_data, cls)(data, batch_size=BS, **{'collate_fn': stack, **options})
 
 
 @loader('monai', 'Dataset')
@@ -561,7 +570,8 @@ def build_monai_thread(folder: Path) -> Any:
 def build_monai_buffer(folder: Path) -> Any:
     from monai.data import ShuffleBuffer
 
-    return load_monai(ShuffleBuffer([make_record(i) for i in IDS], buffer_size=16, seed=1))
+    data = ShuffleBuffer([make_record(i) for i in IDS], buffer_size=16, seed=1)
+    return load_monai(data, collate_fn=collate_fetched)
 
 
 # -- mosaicml-streaming ----------------------------------------------------------------------------
@@ -697,7 +707,8 @@ class RayBatches:
         self.options = options
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.data.iter_torch_batches(batch_size=BS, device='cpu', **self.options))
+        for batch in self.data.iter_torch_batches(batch_size=BS, device='cpu', **self.options):
+            yield note_fetched(batch)
 
 
 @loader('ray', 'iter_torch_batches')
@@ -772,9 +783,7 @@ def make_tensordict() -> Any:
 
 
 def to_dict(batch: Any) -> dict[str, Tensor]:
-    for _ in batch:
-        note_fetch()
-    return {name: batch[name].clone() for name in ('id', 'x')}
+    return note_fetched({name: batch[name].clone() for name in ('id', 'x')})
 
 
 @loader('tensordict', 'TensorDict in a DataLoader')
@@ -806,20 +815,6 @@ def build_buffer(folder: Path) -> Any:
     from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
     return make_replay_buffer(SamplerWithoutReplacement(drop_last=True))
-
-
-@loader('torchrl', 'replay buffer, as a stream', n_iter=N_BATCH)
-def build_buffer_stream(folder: Path) -> Any:
-    from torchrl.data.replay_buffers import RandomSampler
-
-    return make_replay_buffer(RandomSampler())
-
-
-@loader('torchrl', 'replay buffer, prefetched by threads', n_iter=N_BATCH)
-def build_buffer_threads(folder: Path) -> Any:
-    from torchrl.data.replay_buffers import RandomSampler
-
-    return make_replay_buffer(RandomSampler(), prefetch=2)
 
 
 # -- torch_geometric -------------------------------------------------------------------------------
