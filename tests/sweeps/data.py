@@ -30,6 +30,7 @@ from tests.helpers.forks import Child, HarnessError, Planned, reached, start
 from tests.helpers.resuming import scramble
 from tests.sweeps.loaders import FETCHED, Reading
 from tests.sweeps.verdicts import (
+    BROKEN,
     EXACT,
     FAILED,
     REFUSED,
@@ -46,7 +47,7 @@ from tests.sweeps.verdicts import (
 N_EPOCH = 3
 KILLS = (5, 21, 32)  # training batches before the kill
 TIMEOUT_S = 120
-SEVERITY = (EXACT, REPLAYED, WARNED, REFUSED, FAILED, WRONG)
+SEVERITY = (EXACT, REPLAYED, WARNED, REFUSED, BROKEN, WRONG)
 TYPED = {name for name, value in vars(errors).items() if isinstance(value, type)}
 Result = dict[str, Any]
 
@@ -161,7 +162,7 @@ def _judge_kill(
         resumed = run(folder=folder)
     except HarnessError as e:
         error = _find_error(e)
-        return (REFUSED if error.partition(':')[0] in TYPED else FAILED), error
+        return (REFUSED if error.partition(':')[0] in TYPED else BROKEN), error
     texts = _read_warnings(folder)
     note = shorten(texts[0]) if texts else ''
     if lines := compare(straight, resumed, n):

@@ -115,7 +115,7 @@ def make_hf() -> Any:
     return HFDataset.from_dict(make_rows()).with_format('torch')
 
 
-def make_hf_stream(**options: Any) -> Any:
+def make_hf_stream() -> Any:
     return make_hf().to_iterable_dataset(num_shards=4)
 
 

@@ -19,10 +19,11 @@ EXACT = 'exact'
 REPLAYED = 'replayed'  # exact, and what was consumed is computed again
 WARNED = 'warned'  # differs, and a warning says so
 REFUSED = 'refused'  # a typed error
+BROKEN = 'resume fails'  # another error, mostly of the library
 WRONG = 'WRONG'  # differs in silence
 UNREPEATABLE = 'not repeatable'  # two uninterrupted runs differ
 FAILED = 'does not run'  # an error without any interruption
-ORDER = (EXACT, REPLAYED, WARNED, REFUSED, UNREPEATABLE, WRONG, FAILED)
+ORDER = (EXACT, REPLAYED, WARNED, REFUSED, BROKEN, UNREPEATABLE, WRONG, FAILED)
 
 
 @dataclass(frozen=True)
