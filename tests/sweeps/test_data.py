@@ -33,12 +33,9 @@ LOADERS = {loader.name: loader for loader in load_loaders()}
     [
         ('own: an iterable that counts its passes', 21, REPLAYED),
         ('own: a state, and an `__iter__` that is a generator', 5, EXACT),
-        ('own: a state that means the next epoch after the last batch', 32, EXACT),
-        ('own: a state at which each later pass begins as well', 21, WARNED),
         ('own: an order from a generator in a closure', 21, WARNED),
         ('own: an order without a seed', 5, UNREPEATABLE),
         ('torchdata: StatefulDataLoader, stream with a state', 32, EXACT),
-        ('torchdata: nodes, 2 threads', 21, EXACT),
     ],
 )
 def test_verdict(name: str, kill: int, verdict: str, tmp_path: Path) -> None:
