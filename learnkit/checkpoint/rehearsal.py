@@ -332,5 +332,6 @@ def _list_parts(value: Any) -> Iterator[Any]:
         yield _find_length(value) if isinstance(value, Iterator) else None
         yield from list(getattr(value, '__dict__', {}).items())
         yield from (getattr(value, name, None) for name in getattr(type(value), '__slots__', ()))
-        text = repr(value)
-        yield None if ' at 0x' in text else text  # such as a Decimal
+        if not hasattr(value, '__dict__'):  # `repr` of a user's class may do work, even on the data
+            text = repr(value)
+            yield None if ' at 0x' in text else text  # such as a Decimal

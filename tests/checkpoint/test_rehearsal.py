@@ -255,3 +255,18 @@ def test_fingerprints_see_changes_in_place() -> None:
 def test_a_new_list_without_entries_is_not_named(tmp_path: Path) -> None:
     assert named(tmp_path / 'a', model=Hooked) == []
     assert named(tmp_path / 'b', model=Keeping) == ['model.activations']
+
+
+def test_repr_of_an_attribute_of_the_loader_is_not_called() -> None:
+    class Rows:
+        "Rows of which `repr` reads one, as of a data set of Ray."
+
+        def __init__(self) -> None:
+            self.rows = [(torch.ones(2, 1), torch.ones(2, 1))] * 3
+
+        def __repr__(self) -> str:
+            return f'{self.rows.pop()}'
+
+    rows = Rows()
+    fingerprint(rows)
+    assert len(rows.rows) == 3
