@@ -362,6 +362,10 @@ class LoaderPosition:
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
+        if self.number is not None:
+            set_epochs(
+                _unshard(dl), self.number
+            )  # as `begin` did; a state may hold for this epoch only
         if self.n_workers:
             forget_workers(dl)  # of an interrupted pass of this process
         try:
@@ -392,8 +396,6 @@ class LoaderPosition:
         if is_foreign and has_start and not can_start_apart and not self._is_ended:
             return self._replay(n)
         _restore(dl, self.start)  # the loader may draw its order again
-        if self.number is not None:
-            set_epochs(_unshard(dl), self.number)  # a state may hold for this epoch only
         dl.load_state_dict(deepcopy(self._own_state['loader']))
         if is_foreign and self._is_ended:
             # the loader might begin the next epoch
