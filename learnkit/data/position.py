@@ -346,6 +346,9 @@ class LoaderPosition:
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
+        if self.number is not None:
+            # as `begin` did; a state may hold for this epoch only
+            set_epochs(_unshard(dl), self.number)
         if self.n_workers:
             forget_workers(dl)  # of an interrupted pass of this process
         try:

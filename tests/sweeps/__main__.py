@@ -96,11 +96,13 @@ def main() -> int:
     for library in dict.fromkeys(loader.library for loader in chosen):
         of_library = [loader for loader in chosen if loader.library == library]
         save_verdicts('data', judge_library(of_library))
-    verdicts = load_verdicts('data')
+    known = {(loader.library, loader.title) for loader in loaders}
+    verdicts = [v for v in load_verdicts('data') if (v.library, v.title) in known]
+    counts = count_verdicts(verdicts, 'loaders')
     table = make_table(loaders, verdicts, 'loaders')
-    print(f'{table}\n{count_verdicts(verdicts)} {(time.monotonic() - began) / 60:.1f} minutes')
+    print(f'{table}\n{counts} {(time.monotonic() - began) / 60:.1f} minutes')
     if args.write:
-        write_between(PAGE, START, END, f'{count_verdicts(verdicts)}\n\n{table}')
+        write_between(PAGE, START, END, f'{counts}\n\n{table}')
     return sum(verdict.verdict == WRONG for verdict in verdicts)
 
 

@@ -146,10 +146,10 @@ def _judge(subject: Subject, folder: Path, kills: tuple[int, ...]) -> tuple[str,
     outcomes = [_judge_kill(run, folder / f'killed{n}', n, straight) for n in kills]
     verdict = max((verdict for verdict, _ in outcomes), key=SEVERITY.index)
     notes = [note for kind, note in outcomes if kind == verdict and note]
-    if verdict in (WRONG, WARNED):
+    if verdict in (WRONG, BROKEN, WARNED):
         again = run(folder=folder / 'again')
         if lines := compare(straight, again, 0):
-            return UNREPEATABLE, notes[0] if verdict == WARNED else ', '.join(lines)
+            return UNREPEATABLE, ', '.join(lines) if verdict == WRONG else notes[0]
     return verdict, '; '.join(notes) if verdict == WRONG else ''.join(notes[:1])
 
 
@@ -164,7 +164,7 @@ def _judge_kill(
         error = _find_error(e)
         return (REFUSED if error.partition(':')[0] in TYPED else BROKEN), error
     texts = _read_warnings(folder)
-    note = shorten(texts[0]) if texts else ''
+    note = shorten(texts[-1]) if texts else ''
     if lines := compare(straight, resumed, n):
         print(f'  {folder.name}: {", ".join(lines)}')
         return (WARNED, note) if texts else (WRONG, f'after {n} batches {", ".join(lines)}')

@@ -94,12 +94,12 @@ def save_verdicts(sweep: str, verdicts: Iterable[Verdict]) -> None:
     (RESULTS / f'{sweep}.json').write_text(text, 'utf-8')
 
 
-def count_verdicts(verdicts: Sequence[Verdict]) -> str:
+def count_verdicts(verdicts: Sequence[Verdict], what: str) -> str:
     "Return a sentence with the number of subjects of each verdict."
     kinds = [verdict.verdict for verdict in verdicts]
     counts = [f'{kinds.count(kind)} {kind}' for kind in ORDER if kind in kinds]
     libraries = {verdict.library for verdict in verdicts} - {''}
-    return f'{len(verdicts)} of {len(libraries)} libraries: {", ".join(counts)}.'
+    return f'{len(verdicts)} {what}, {len(libraries)} libraries: {", ".join(counts)}.'
 
 
 def make_table(
