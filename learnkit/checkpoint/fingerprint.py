@@ -290,7 +290,9 @@ def _list_parts(function: Any) -> Iterator[Any]:
     if isinstance(function, partial):
         yield from (function.func, function.args, function.keywords)
     elif not isinstance(function, FunctionType):
-        yield getattr(function, '__self__', type)  # such as a generator, of its method `random`
+        owner = getattr(function, '__self__', type)  # such as a generator, of its method `random`
+        # objects of this package are saved by themselves
+        yield type if type(owner).__module__.startswith('learnkit.') else owner
         yield from _list_parts(function.__func__) if isinstance(function, MethodType) else ()
     elif not _is_installed_module(function.__module__ or ''):
         yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function))

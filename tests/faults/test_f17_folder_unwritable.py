@@ -10,6 +10,9 @@ import pytest
 from learnkit import Callback, CheckpointError
 from tests.faults.run_helpers import checkpointed, content, names
 
+# their callbacks keep lists for the test
+pytestmark = pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+
 FOLDERS = {
     'a file as parent': 'file/checkpoints',
     'a file in its place': 'file',

@@ -15,6 +15,9 @@ from learnkit.checkpoint.folder import load_state
 from tests.faults.fault_helpers import make_learner
 from tests.faults.run_helpers import checkpointed, content, names, quiet
 
+# their callbacks keep lists for the test
+pytestmark = pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+
 
 def by_layer(model: Any) -> Any:
     return [list(layer.parameters()) for layer in model if list(layer.parameters())]

@@ -45,6 +45,8 @@ def started_ranks(
     def live(rank: int) -> Any:
         warnings.simplefilter('error')
         warnings.filterwarnings('ignore', category=FutureWarning, module='torch')
+        # the callback that ends a run is missing in the resumed run
+        warnings.filterwarnings('ignore', 'The callbacks are not those of the checkpoint')
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
