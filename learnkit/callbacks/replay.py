@@ -15,11 +15,11 @@ from typing_extensions import override
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
-from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelException, FitError, list_places
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback, declared
+from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.seams import fit_seams
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 # attributes of a Learner that describe the position of a batch in the loop
-STATE = (*COUNTERS, 'n_iter', 'n_epoch', 'epochs_per_iteration', 'dl', 'fitting')
+STATE = (*SAVED, 'n_iter', 'n_epoch', 'epochs_per_iteration', 'dl', 'fitting')
 
 
 class Drawn(NamedTuple):

@@ -23,6 +23,7 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.plain import ATOMS, is_dense
 from learnkit.core.random import preserved_rng, restore_generator, restore_rng
 from learnkit.engine.counters import COUNTER_OF_UNIT
+from learnkit.engine.fields import SAVED
 from learnkit.optim.state import is_single, is_torch_state
 
 State = Mapping[str, Any]
@@ -166,13 +167,8 @@ _POSITION = {
     'workers_run': bool,
 }
 _LOOP = {
+    **{name: {int: is_count, float: is_amount}.get(kind, kind) for name, kind in SAVED.items()},
     'epoch': is_epoch,
-    'iter': is_count,
-    'train_iter': is_count,
-    'pct_train': is_amount,
-    'training': bool,
-    'phase': str,
-    'dl_name': str,
     'place': lambda value: value in ('', 'batch', 'epoch', 'iteration'),
     'n_drawn': is_count,
     'step': Optional(Maybe(is_count)),

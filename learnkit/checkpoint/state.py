@@ -62,6 +62,7 @@ from learnkit.engine.callback_state import (
     load_states,
     warn_of_changed_callbacks,
 )
+from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import (
     SAVE_POINTS,
@@ -74,9 +75,6 @@ from learnkit.engine.snapshot import restored
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-# attributes of the loop that are saved without conversion
-COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
 
 
 def checkpoint_state(learn: Learner) -> dict[str, Any]:
@@ -157,7 +155,7 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
     loss = getattr(learn, 'loss', None)
     n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.parts.passes.n_drawn
     return {
-        **{name: getattr(learn, name) for name in COUNTERS},
+        **{name: getattr(learn, name) for name in SAVED},
         'place': point,
         'n_drawn': n_drawn,
         'step': _samples_per_step(learn) if point else None,
@@ -463,7 +461,7 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     "Restore the counters of the loop, but not the length of the fit; compute the completed share from this length."
     pct_train = learn.pct_train
     n_epoch = learn.n_epoch if learn.run.depth else loop['n_epoch']
-    for name in COUNTERS:
+    for name in SAVED:
         setattr(learn, name, loop[name])
     learn.n_iter = loop['n_iter']
     learn.parts.lengths.correct(learn.dls.train, loop.get('length'))

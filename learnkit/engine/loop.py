@@ -38,6 +38,7 @@ from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.events import LEVELS
+from learnkit.engine.fields import release_batch, set_defaults
 from learnkit.engine.loss import release_loss
 from learnkit.engine.run import Run, refuse_run
 from learnkit.engine.seams import Seams
@@ -54,22 +55,41 @@ class Loop(CallbackHost):
     a method from the tracebacks of notebooks.
     """
 
-    turn: str | None = None  # name of the optimizer that steps; None: all of them
     model: nn.Module
     dls: Any  # DataLoaders
     opt: Any  # OptimWrapper; None until the first fit
+    turn: str | None = None  # name of the optimizer that steps; None: all of them
+
+    # the place in the run
+    training: bool
+    fitting: bool
+    phase: str  # 'train', 'valid' or 'predict'
+    dl_name: str
+    loader_name: str | None  # name of the loader in `dls`, if `dl_name` differs
+
+    # counters
+    n_epoch: int | None
+    epoch: int
+    iter: int
+    train_iter: int
+    n_iter: int | None
+    pct_train: float
+
+    # the batch and its results
+    dl: Any
+    batch_form: BatchForm | None  # how batches of the current loader are split
+    batch: Any
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    pred: Any
+    loss: Any
+    loss_grad: Any
 
     def __init__(self) -> None:
         super().__init__()
         self._run = Run()
         self.seams: Any = Seams()
-        self.training = self.fitting = False
-        self.phase = self.dl_name = 'train'
-        self.n_epoch: int | None = 1
-        self.epoch = self.iter = self.train_iter = 0
-        self.n_iter: int | None = None
-        self.pct_train = 0.0
-        self._end_cleanup()
+        set_defaults(self)
 
     run = property(attrgetter('_run'), refuse_run, doc='State of the current run.')
 
@@ -146,7 +166,7 @@ class Loop(CallbackHost):
     def draw_batches(self) -> Iterator[tuple[int, Any]]:
         "Yield the batches of `self.dl` with their numbers; fire `before_draw` and `after_draw` around each draw."
         self.parts.batch_device = model_device(self.model, self.dls)
-        self.batch_form: BatchForm | None = form_of(self.dls, self.loader_name or self.dl_name)
+        self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
         source = self.seams.source
         numbers, batches = source.batches(self)
         try:
@@ -307,9 +327,4 @@ class Loop(CallbackHost):
 
     def _end_cleanup(self) -> None:
         "Release the batch and its results."
-        self.dl = self.batch = None
-        self.batch_form = None  # how batches of the current loader are split
-        self.loader_name: str | None = None  # name of the loader in `dls`, if `dl_name` differs
-        self.xb = self.yb = (None,)
-        self.pred = self.loss = None
-        self.__dict__.pop('loss_grad', None)
+        release_batch(self)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from learnkit.engine.train_eval import Modes
 if TYPE_CHECKING:
     from learnkit.engine.dispatch import CallbackSet, HandlerTable
 
+UNDONE = {'undone': True}  # of parts that belong to the state of the training
+
 
 @dataclass(eq=False)
 class Parts:
@@ -39,16 +41,16 @@ class Parts:
         None  # callback and event of the handler that runs; outer
     )
     lock: Any = field(default_factory=RLock)  # one run at a time
-    counters: Counters = field(default_factory=Counters)
-    evaluations: Any = field(default_factory=EvaluationSchedule)
-    modes: Modes = field(default_factory=Modes)
-    passes: TrainingPasses = field(default_factory=TrainingPasses)
-    microbatches: Microbatches = field(default_factory=Microbatches)
-    closure: ClosureStep = field(default_factory=ClosureStep)
-    own_loop: OwnLoop = field(default_factory=OwnLoop)
-    lengths: Lengths = field(default_factory=Lengths)
+    counters: Counters = field(default_factory=Counters, metadata=UNDONE)
+    evaluations: Any = field(default_factory=EvaluationSchedule, metadata=UNDONE)
+    modes: Modes = field(default_factory=Modes, metadata=UNDONE)
+    passes: TrainingPasses = field(default_factory=TrainingPasses, metadata=UNDONE)
+    microbatches: Microbatches = field(default_factory=Microbatches, metadata=UNDONE)
+    closure: ClosureStep = field(default_factory=ClosureStep, metadata=UNDONE)
+    own_loop: OwnLoop = field(default_factory=OwnLoop, metadata=UNDONE)
+    lengths: Lengths = field(default_factory=Lengths, metadata=UNDONE)
     loss_weights: LossWeights = field(default_factory=LossWeights)
-    advice: Advice = field(default_factory=Advice)
+    advice: Advice = field(default_factory=Advice, metadata=UNDONE)
     strategy: Any = field(default_factory=SingleProcess)  # or SeveralProcesses
     whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
     whole_step: Any = None  # instead of the default training batch; set by `compile(step=True)`
@@ -60,6 +62,10 @@ class Parts:
     # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
     own_lrs: tuple[Any, Any] = (None, None)
     last_lrs: list[float] = field(default_factory=list)  # when they were last set, or a fit ended
+
+    def list_undone(self) -> list[Any]:
+        "Return the parts that belong to the state of the training, which `restored` writes back."
+        return [getattr(self, f.name) for f in fields(self) if f.metadata.get('undone')]
 
     def __getstate__(self) -> dict[str, Any]:
         of_process = ('callbacks', 'tables', 'running', 'lock')

@@ -32,17 +32,12 @@ from learnkit.engine.dispatch import (
     list_running,
 )
 from learnkit.engine.events import LEVELS
+from learnkit.engine.fields import RESTORED
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 CLEANUP = 'cleanup'  # kind of a run that ends
-
-# attributes of the loop that an evaluation restores
-STATE = (
-    'training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad',
-    'batch_form', 'loader_name',
-)  # fmt: skip
 
 
 @dataclass
@@ -234,12 +229,12 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
 @contextmanager
 def preserved_state(learn: Learner) -> Iterator[None]:
     "Restore the random generators, the mode of each module and the loop's state at the end of a context."
-    before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
+    before = {name: learn.__dict__[name] for name in RESTORED if name in learn.__dict__}
     try:
         with preserved_modes(learn.model), preserved_rng():
             yield
     finally:
-        for name in STATE:
+        for name in RESTORED:
             learn.__dict__.pop(name, None)
         learn.__dict__.update(before)
 

@@ -43,8 +43,6 @@ OWNER_TYPES = (
     Mean,
     L,
 )
-# parts of a Learner whose attributes are restored with it
-_PARTS = 'counters evaluations passes lengths modes advice microbatches closure own_loop'.split()
 _ATOMS = frozenset([type(None), bool, int, float, str])  # immutable types, which need no copy
 
 
@@ -249,7 +247,7 @@ def restored(
     """
     cbs = list(learn.cbs)
     callbacks = learn.parts.callbacks
-    parts = [learn.run, learn.seams, *(getattr(learn.parts, name) for name in _PARTS)]
+    parts = [learn.run, learn.seams, *learn.parts.list_undone()]
     reshard(learn.model)
     stack = ExitStack()
     stack.callback(_refresh, learn, cbs)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of the training loop: the attributes of a Learner that the loop sets, each declared once.
+
+The loop's defaults, what an evaluation restores, what a checkpoint holds and what is released at the end of a run
+follow from this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT = object()  # default of an attribute that does not exist between batches
+
+
+@dataclass(frozen=True)
+class Field:
+    "An attribute of a Learner that the loop sets."
+
+    name: str
+    default: Any
+    restored: bool = False  # whether an evaluation restores it
+    saved: type | None = None  # type of its entry in a checkpoint; None: no entry
+    released: bool = False  # whether it gets its default again at the end of a run
+
+
+FIELDS = (
+    # the place in the run
+    Field('training', False, restored=True, saved=bool),
+    Field('fitting', False),
+    Field('phase', 'train', restored=True, saved=str),
+    Field('dl_name', 'train', restored=True, saved=str),
+    Field('loader_name', None, restored=True, released=True),  # in `dls`, if `dl_name` differs
+    # counters
+    Field('n_epoch', 1),
+    Field('epoch', 0, saved=int),
+    Field('iter', 0, restored=True, saved=int),
+    Field('train_iter', 0, saved=int),
+    Field('n_iter', None, restored=True),
+    Field('pct_train', 0.0, saved=float),
+    # the batch and its results
+    Field('dl', None, restored=True, released=True),
+    Field('batch_form', None, restored=True, released=True),  # how batches of `dl` are split
+    Field('batch', None, restored=True, released=True),
+    Field('xb', (None,), restored=True, released=True),
+    Field('yb', (None,), restored=True, released=True),
+    Field('pred', None, restored=True, released=True),
+    Field('loss', None, restored=True, released=True),
+    Field('loss_grad', ABSENT, restored=True, released=True),
+)
+RESTORED = tuple(f.name for f in FIELDS if f.restored)
+SAVED = {f.name: f.saved for f in FIELDS if f.saved is not None}
+_RELEASED = tuple(f for f in FIELDS if f.released)
+
+
+def set_defaults(learn: Any) -> None:
+    "Set all fields of a new Learner."
+    _set(learn, FIELDS)
+
+
+def release_batch(learn: Any) -> None:
+    "Release the batch and its results."
+    _set(learn, _RELEASED)
+
+
+def _set(learn: Any, fields: tuple[Field, ...]) -> None:
+    for f in fields:
+        if f.default is ABSENT:
+            vars(learn).pop(f.name, None)
+        else:
+            setattr(learn, f.name, f.default)
