@@ -82,7 +82,7 @@ class EpochMetrics:
         self.values = dict(sd['values'])
         self.measured = dict(sd['measured'])
         self.logged = {}
-        self.latest = set(sd.get('latest', ()))
+        self.latest = set(sd['latest'])
         for name, state in sd['logged'].items():
             mean = self.logged[name] = Mean()
             mean.load_state_dict(state)

@@ -593,12 +593,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.values = L(map(L, sd['values']))
         self.iters = L(list(sd['iters']))
         self._logged = {name: name not in sd['unshown'] for name in sd['logged_names']}
-        self._metric_columns = MetricColumns(sd.get('keys'))
+        self._metric_columns = MetricColumns(sd['keys'])
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
-        # checkpoints of older versions do not have it
-        self._skipped = sd['skipped'].tolist() if 'skipped' in sd else []
+        self._skipped = sd['skipped'].tolist()
         # outside a fit: the measurements of the last fit
         self._metrics_by_depth[1].load_state_dict(sd['open'])
         if getattr(self.learn, 'fitting', False):

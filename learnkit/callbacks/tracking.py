@@ -481,7 +481,8 @@ class SaveModelCallback(TrackerCallback):
 
     def state_without_files(self) -> dict[str, Any]:
         "Return the state for a branch of a run; the file of the best weights belongs to the run."
-        return {'best': self._worst, 'new_best': False, 'has_best': False, 'compared': False}
+        flags = ('new_best', 'has_best', 'compared', 'row_compared')
+        return {'best': self._worst, **dict.fromkeys(flags, False)}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -489,5 +490,4 @@ class SaveModelCallback(TrackerCallback):
         super().load_state_dict(sd)
         self._has_best = sd['has_best']
         self._has_compared = sd['compared']
-        # older versions compared only rows
-        self._is_row_compared = sd.get('row_compared', False)
+        self._is_row_compared = sd['row_compared']

@@ -31,7 +31,7 @@ from learnkit.core.file_tensor import FileTensor
 from learnkit.core.files import atomic_write
 from learnkit.core.plain import identify_memory, is_dense
 
-FORMAT = 2  # version of the layout of files
+FORMAT = 3  # version of the layout of files
 MIN_DEFERRED = 1 << 20  # size in bytes from which `read_state` can leave a tensor in the file
 
 _ATOMS = (type(None), bool, int, float, str)

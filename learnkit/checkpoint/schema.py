@@ -38,7 +38,7 @@ class Maybe:
 
 @dataclass(frozen=True)
 class Optional:
-    "Schema of an entry that may be missing, as in files of earlier versions."
+    "Schema of an entry that may be missing."
 
     schema: Any
 
@@ -151,15 +151,15 @@ _EVALUATIONS = {'evaluated': Each(_TIMESTAMP), 'fit_began': _TIMESTAMP}
 _LOADER = {'own': Each(is_generator), 'epochs': Each(int), 'counts': Each(Mapping)}
 _POSITION = {
     'loader': Each(is_atom),
-    'drawn': Optional(Each(is_atom)),
+    'drawn': Each(is_atom),
     'n': is_count,
     'n_before': is_count,
-    'ranks': Optional(is_count),
-    'number': Optional(Maybe(int)),
-    'draws': Optional(Maybe(Each(str, list))),
-    'before_last': Optional(Maybe(is_rng)),
-    'digest': Optional(Maybe(Each(is_digest))),
-    'is_ended': Optional(bool),
+    'ranks': is_count,
+    'number': Maybe(int),
+    'draws': Maybe(Each(str, list)),
+    'before_last': Maybe(is_rng),
+    'digest': Maybe(Each(is_digest)),
+    'is_ended': bool,
     'start': Maybe({**_LOADER, 'rng': Optional(is_rng)}),
     'now': _LOADER,
     'workers': is_count,
@@ -171,11 +171,11 @@ _LOOP = {
     'epoch': is_epoch,
     'place': lambda value: value in ('', 'batch', 'epoch', 'iteration'),
     'n_drawn': is_count,
-    'step': Optional(Maybe(is_count)),
+    'step': Maybe(is_count),
     'stage': Maybe(is_count),
     'n_iter': Maybe(is_count),
-    'length': Optional(Maybe(is_count)),  # batches of a complete epoch, if not the loader's `len()`
-    'usual_length': Optional(Maybe(is_count)),  # batches of each complete epoch, 0 if they differ
+    'length': Maybe(is_count),  # batches of a complete epoch, if not the loader's `len()`
+    'usual_length': Maybe(is_count),  # batches of each complete epoch, 0 if they differ
     'n_epoch': Maybe(is_count),
     'stopping': bool,
     'done': _COUNTS,
@@ -190,13 +190,13 @@ SCHEMA = {
     'loss_func': Maybe(Mapping),
     'optimizer': Maybe(is_optimizer),
     'buffers': Each(is_tensor),
-    'persistent': Optional(Each(str, list)),
-    'loss_buffers': Optional(Each(is_tensor)),
-    'generators': Optional(Each(Each(is_generator))),
+    'persistent': Each(str, list),
+    'loss_buffers': Each(is_tensor),
+    'generators': Each(Each(is_generator)),
     'grads': Each(is_tensor),
     'frozen': {
         'names': Each(str, list),
-        'left_out': Optional(Each(str, list)),
+        'left_out': Each(str, list),
         'frozen_idx': int,
     },
     'loop': _LOOP,

@@ -280,7 +280,7 @@ def _fit_position(learn: Learner, r: ResumeState) -> None:
     if saved is None:
         return
     n_saved, n = len(r.state.get('processes', [{}])), learn.world.data_size
-    was_split = n_saved == 1 or saved.get('ranks') != 1
+    was_split = n_saved == 1 or saved['ranks'] != 1
     is_split = n == 1 or isinstance(learn.dls.train, Shard)
     if r.at == 'batch' and n_saved != n and not (was_split and is_split):
         raise CheckpointError(
@@ -288,9 +288,7 @@ def _fit_position(learn: Learner, r: ResumeState) -> None:
             f'process its own data: start {n_saved}, or resume from the end of an epoch.'
         )
     step = _samples_per_step(learn)
-    position = count_in_batches(
-        learn.dls.train, saved, step is not None and step == r.loop.get('step')
-    )
+    position = count_in_batches(learn.dls.train, saved, step is not None and step == r.loop['step'])
     if r.at != 'batch' or position is saved:
         r.state = {**r.state, 'position': position}
         return
@@ -363,7 +361,7 @@ def _describe_next(learn: Learner, r: ResumeState) -> str:
 def _check_fits(learn: Learner, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
     _add_unfrozen_params(learn, r.state)
-    add_buffers(learn.model, r.state['model'], r.state.get('persistent', ()))
+    add_buffers(learn.model, r.state['model'], r.state['persistent'])
     differences = compare_stored(learn, _find_trained(r.state))
     if not differences and learn.opt is not None:
         differences = _compare_grads(list(learn.opt.parameters()), r.state['grads'])
@@ -387,7 +385,7 @@ def _add_unfrozen_params(learn: Learner, state: Mapping[str, Any]) -> None:
     if state['optimizer'] is None:
         return
     optimized = set(learn.opt.parameters())
-    others = {*state['frozen']['names'], *state['frozen'].get('left_out', ())}
+    others = {*state['frozen']['names'], *state['frozen']['left_out']}
     unfrozen = [
         p
         for name, p in bare_model(learn.model).named_parameters()
@@ -424,7 +422,7 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     state = resume.state
     load_stored(learn, _find_trained(state), copy=not resume.is_owner)
     restore_loose_buffers(learn.model, state['buffers'])
-    restore_loose_buffers(learn.loss_func, state.get('loss_buffers', {}))
+    restore_loose_buffers(learn.loss_func, state['loss_buffers'])
     _restore_flags(learn, state)
     _restore_counters(learn, resume.loop)
     _load_callbacks(learn, resume)
@@ -432,7 +430,7 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])
     for name, owner in _list_owners(learn):
-        missing = restore_own(owner, state.get('generators', {}).get(name, {}))
+        missing = restore_own(owner, state['generators'].get(name, {}))
         warn_of_missing_generators(name, missing)
     learn.parts.strategy.after_restore(learn, resume)
     # a fit holds `resume` until its end
@@ -464,8 +462,8 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     for name in SAVED:
         setattr(learn, name, loop[name])
     learn.n_iter = loop['n_iter']
-    learn.parts.lengths.correct(learn.dls.train, loop.get('length'))
-    learn.parts.lengths.usual = loop.get('usual_length')
+    learn.parts.lengths.correct(learn.dls.train, loop['length'])
+    learn.parts.lengths.usual = loop['usual_length']
     learn.parts.lengths.was_resumed = True
     learn.parts.passes.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch

@@ -133,18 +133,18 @@ class LoaderPosition:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
         self._n_skipped = state['n']
         self._own_state = state['now']
-        self.draws = state.get('draws')
-        self.number = state.get('number')
+        self.draws = state['draws']
+        self.number = state['number']
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
             ranks = _count_ranks(self.dl)
-            if state.get('ranks', ranks) != ranks:
+            if state['ranks'] != ranks:
                 self._own_state = _without_order(state['now'])
             else:
-                self._digest = state.get('digest')
-            self._before_last = state.get('before_last')
-            self._is_ended = state.get('is_ended', False)
+                self._digest = state['digest']
+            self._before_last = state['before_last']
+            self._is_ended = state['is_ended']
             self.start = state['start']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
@@ -632,7 +632,7 @@ def count_in_batches(
     """Return a position counted in batches of a loader, whose size may differ if a step has as many samples.
 
     Raises `CheckpointError` for a loader that differs otherwise, and for a position within one of its batches."""
-    saved = state.get('drawn', state['loader'])
+    saved = state['drawn']
     now = describe_drawn(dl)
     old, new = saved.get('batch size'), now['batch size']
     if old != new and is_same_step and _has_same_samples(dl, saved, now):
@@ -673,7 +673,7 @@ def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
         # the length of a loader may depend on the epoch
         start = {name: state['start'].get(name, {}) for name in ('epochs', 'counts')}
         restore_loader_state(_unshard(dl), start)
-        _compare(state.get('drawn', state['loader']), describe_drawn(dl))
+        _compare(state['drawn'], describe_drawn(dl))
 
 
 def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -54,9 +54,10 @@ def read_record(
     n: int,  # number of batches up to the checkpoint
 ) -> Record:
     "Return the losses in a Recorder's state; the record is empty if they cannot be assigned to batches."
-    losses = recorder.get('smooth_loss', {}).get('raw', ())
-    # checkpoints of older versions do not have it
-    skipped = set(recorder['skipped'].tolist()) if 'skipped' in recorder else set()
+    if not recorder:
+        return Record()
+    losses = recorder['smooth_loss']['raw']
+    skipped = set(recorder['skipped'].tolist())
     numbers = [i for i in range(n) if i not in skipped]
     if not len(losses) or len(losses) != len(numbers):
         return Record()

@@ -257,9 +257,7 @@ class AvgSmoothLoss(Metric):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.beta = sd['beta']
-        losses = sd['raw'].tolist()
-        # checkpoints of older versions have no weights
-        self.replace(0, losses, sd['weights'].tolist() if 'weights' in sd else None)
+        self.replace(0, sd['raw'].tolist(), sd['weights'].tolist())
 
 
 class LossTransfer:

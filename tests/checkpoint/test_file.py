@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from learnkit.checkpoint import file
-from learnkit.checkpoint.file import read_info, read_state, write_state
+from learnkit.checkpoint.file import FORMAT, read_info, read_state, write_state
 from learnkit.core.errors import CheckpointError
 from learnkit.core.file_tensor import FileTensor
 from tests.faults.file_helpers import same
@@ -39,7 +39,7 @@ def test_the_layout(tmp_path: Path) -> None:
     metadata = json.loads(content[8 : 8 + length])['__metadata__']
     digest = metadata.pop('sha256').encode()
     assert metadata == {
-        'learnkit': '2',
+        'learnkit': '3',
         'info': '{"epoch":3}',
         'views': '{}',
         'state': '{"n":{"$tensor":"n"},"m":{"w":{"$tensor":"m.w"}},"x":{"$tuple":[1,2.5]}}',
@@ -55,7 +55,7 @@ def test_the_layout(tmp_path: Path) -> None:
 def test_info_is_read_without_the_data(tmp_path: Path) -> None:
     info = {'value': math.inf, 'name': 'ü', 'list': [1, None]}
     write_state(tmp_path / 'a', {'w': torch.ones(3)}, info)
-    assert read_info(tmp_path / 'a') == read_state(tmp_path / 'a')[1] == {'format': 2, **info}
+    assert read_info(tmp_path / 'a') == read_state(tmp_path / 'a')[1] == {'format': FORMAT, **info}
     write_state(tmp_path / 'a', {}, {'value': math.nan})
     assert math.isnan(read_info(tmp_path / 'a')['value'])
 

@@ -15,16 +15,17 @@ from learnkit.testing import synth_learner
 NAN = float('nan')
 
 
-def make_state(losses: list[float], **options: Any) -> dict[str, Any]:
-    return {'smooth_loss': {'raw': torch.tensor(losses, dtype=torch.float64)}, **options}
+def make_state(losses: list[float], skipped: tuple[int, ...] = ()) -> dict[str, Any]:
+    raw = torch.tensor(losses, dtype=torch.float64)
+    return {'smooth_loss': {'raw': raw}, 'skipped': torch.tensor(skipped, dtype=torch.int64)}
 
 
 def test_losses_have_the_numbers_of_their_batches() -> None:
     plain = read_record(make_state([1.0, 2.0]), first=8, n=2)
     assert plain == Record({8: 1.0, 9: 2.0}, range(8, 10))
-    skipped = read_record(make_state([1.0, 2.0], skipped=torch.tensor([0, 2])), first=8, n=4)
+    skipped = read_record(make_state([1.0, 2.0], skipped=(0, 2)), first=8, n=4)
     assert skipped == Record({9: 1.0, 11: 2.0}, range(8, 12))
-    # written by a version that did not note which batch had no loss
+    # it is unknown which batch had no loss
     assert read_record(make_state([1.0, 2.0]), first=8, n=3) == Record()
     assert read_record({}, first=8, n=3) == Record()
 

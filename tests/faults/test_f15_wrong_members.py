@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit.checkpoint.file import read_info, read_state
+from learnkit.checkpoint.file import FORMAT, read_info, read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import CheckpointError, DamagedError, WeightsError
 from tests.faults.file_helpers import INFO, forged, rebuilt, saved, split, with_metadata, write
@@ -103,7 +103,7 @@ def test_a_forgery_that_changes_nothing_loads(tmp_path: Path) -> None:
     "The files above are refused only for the named reason."
     path = write(tmp_path / 'a.ckpt')
     assert read_state(forged(path, *split(path)))[0]['loop']['epoch'] == 3
-    assert read_info(path) == {'format': 2, **INFO}
+    assert read_info(path) == {'format': FORMAT, **INFO}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from learnkit.core.errors import CheckpointError, DamagedError
 from tests.faults.file_helpers import same, with_metadata, write
 
 GOLDEN = Path(__file__).parents[1] / 'golden'
-# What is in golden/format2.ckpt, which was written by `write_state(path, STATE, {'number': 1, 'epoch': 2})`.
+# What is in golden/format3.ckpt, which was written by `write_state(path, STATE, {'number': 1, 'epoch': 2})`.
 W = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE: dict[str, Any] = {
     'model': {'w': W, 'tied': W, 'n': torch.tensor(7)},
@@ -42,22 +42,22 @@ STATE: dict[str, Any] = {
 
 
 def test_a_file_of_the_current_format() -> None:
-    state, info = read_state(GOLDEN / 'format2.ckpt')
-    assert info == {'format': 2, 'number': 1, 'epoch': 2} and same(state, STATE)
+    state, info = read_state(GOLDEN / 'format3.ckpt')
+    assert info == {'format': 3, 'number': 1, 'epoch': 2} and same(state, STATE)
     assert state['model']['tied'] is state['model']['w']
-    with safe_open(GOLDEN / 'format2.ckpt', framework='pt') as file:
+    with safe_open(GOLDEN / 'format3.ckpt', framework='pt') as file:
         assert same(file.get_tensor('model.w'), W), 'the library reads it too'
 
 
 def test_a_newer_one_is_refused(tmp_path: Path) -> None:
-    "golden/format3.ckpt is that file with a 3 in the place of the 2."
-    path = GOLDEN / 'format3.ckpt'
+    "golden/format4.ckpt is that file with a 4 in the place of the 3."
+    path = GOLDEN / 'format4.ckpt'
     with pytest.raises(
-        CheckpointError, match=rf'format3\.ckpt has format 3, .*{FORMAT}: update'
+        CheckpointError, match=rf'format4\.ckpt has format 4, .*{FORMAT}: update'
     ) as e:
         read_state(path)
     assert not isinstance(e.value, DamagedError)
-    assert read_info(path) == {'format': 3, 'number': 1, 'epoch': 2}
+    assert read_info(path) == {'format': 4, 'number': 1, 'epoch': 2}
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     (tmp_path / 'a.ckpt').write_bytes(content)
@@ -66,11 +66,11 @@ def test_a_newer_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_older_one_is_refused(tmp_path: Path) -> None:
-    path = with_metadata(write(tmp_path / '00002-ep2-ba2.ckpt'), learnkit='1')
+    path = with_metadata(write(tmp_path / '00002-ep2-ba2.ckpt'), learnkit='2')
     (tmp_path / '00001-ep1-ba1.ckpt').write_bytes(path.read_bytes())
     for read in (read_state, lambda path: find(path, tmp_path), lambda _: find(True, tmp_path)):
         with pytest.raises(
-            CheckpointError, match=r'ep2-ba2\.ckpt has format 1, .*by an older learnkit'
+            CheckpointError, match=r'ep2-ba2\.ckpt has format 2, .*by an older learnkit'
         ) as e:
             read(path)
         assert not isinstance(e.value, DamagedError)
