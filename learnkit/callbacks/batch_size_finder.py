@@ -21,10 +21,11 @@ from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.snapshot import initialize_lazy, restored
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -51,7 +52,7 @@ def find_batch_size(
     left_out = [
         cb
         for cb in learn.cbs
-        if declared(cb, 'remove_on_find') or isinstance(cb, GradientAccumulation)
+        if trait_of(cb, 'remove_on_find') or isinstance(cb, GradientAccumulation)
     ]
     with (
         deferred_interrupts() as deferred,

@@ -44,17 +44,17 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.core.watched import as_number, can_be_best
-from learnkit.engine.callback import Callback, declared
 from learnkit.engine.callback_state import callback_names
 from learnkit.engine.counters import Every
-from learnkit.engine.resume import checkpoint_point
+from learnkit.engine.resume import CheckpointWriter, checkpoint_point
+from learnkit.engine.traits import trait_of
 from learnkit.metrics.direction import MetricProperties
 
 # units whose intervals end at one event only: `epoch_checkpoint`, `iteration_checkpoint`
 EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
 
 
-class Checkpoint(Callback):
+class Checkpoint(CheckpointWriter):
     """Write checkpoints from which `fit(n, resume=True)` resumes exactly.
 
     A checkpoint is written at the interval `every` and at the end of the fit, into `folder`, with a name such as
@@ -257,6 +257,7 @@ class Checkpoint(Callback):
         if self._has_folder:
             return
         world = self.learn.world
+        self.learn.run.releases.append(self.release)
         world.run_on_all(self._create_and_lock if world.is_first else noop)
         self._has_folder = True
 
@@ -560,11 +561,11 @@ class Checkpoint(Callback):
         finally:
             must_leave = self._stop_request.received
             self._stop_request.received = False
-            self.on_run_ended()
+            self.release()
         if must_leave and not in_ipython():
             self._stop_request.leave()
 
-    def on_run_ended(self) -> None:
+    def release(self) -> None:
         "Release the folder and restore the signal handler, also if the cleanup was aborted."
         self._stop_request.restore()
         if self._uploader is not None:
@@ -617,7 +618,7 @@ class Checkpoint(Callback):
 
 def is_repeated(cb: Any) -> bool:
     "Return True for a callback that a rewound run must have, too: not for loggers, nor for the process group's."
-    return not declared(cb, 'writes_files') and declared(cb, 'needed_to_rewind', True)
+    return not trait_of(cb, 'writes_files') and trait_of(cb, 'needed_to_rewind')
 
 
 def _find_mode(monitor: str) -> str:

@@ -36,11 +36,11 @@ from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.snapshot import initialize_lazy, restored, restored_objects
+from learnkit.engine.traits import trait_of
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
 
@@ -247,7 +247,7 @@ def lr_find(
     check_not_running(learn)
     initialize_lazy(learn)
     n = epoch_length(learn, learn.dls.train)[0]
-    left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_find')]
+    left_out = [cb for cb in learn.cbs if trait_of(cb, 'remove_on_find')]
     with (
         deferred_interrupts() as deferred,
         learn.parts.lock,

@@ -11,8 +11,9 @@ from torch import nn
 from typing_extensions import override
 
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     pass
@@ -69,7 +70,7 @@ class FetchPredsCallback(Callback):
 
     def _fetch(self) -> None:
         learn = self.learn  # `self.learn` is None while this callback is left out
-        left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_fetch')]
+        left_out = [cb for cb in learn.cbs if trait_of(cb, 'remove_on_fetch')]
         with learn.removed_cbs([*left_out, *self.cbs]):
             preds = learn.get_preds(
                 ds_idx=self.ds_idx,

@@ -18,12 +18,13 @@ from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError, list_places
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.random import RNGState, capture_rng, restore_rng
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.seams import fit_seams
 from learnkit.engine.snapshot import restored
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -160,7 +161,7 @@ def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
     def takes_part(cb: Any) -> bool:
         if cb is source or isinstance(cb, ProgressCallback):
             return False
-        if not declared(cb, 'remove_on_find') or declared(cb, 'follows_weights'):
+        if not trait_of(cb, 'remove_on_find') or trait_of(cb, 'follows_weights'):
             return True
         return any(p.startswith(f'{type(cb).__name__}.') for p in source._error_places)
 

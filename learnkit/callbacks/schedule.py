@@ -21,11 +21,12 @@ from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
 from learnkit.engine.budget import parse_length
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import prepare_opt
 from learnkit.engine.resume import check_rewound
+from learnkit.engine.traits import trait_of
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -108,7 +109,7 @@ class ParamScheduler(Callback):
     def before_fit(self) -> None:
         for name, f in self.scheds.items():
             self._list_values(name, f(min(self.learn.pct_train, 1.0)))
-        others = [type(cb).__name__ for cb in self.learn.cbs if declared(cb, 'sets_lr')]
+        others = [type(cb).__name__ for cb in self.learn.cbs if trait_of(cb, 'sets_lr')]
         if 'lr' in self.scheds and others:
             warn_user(
                 f'Both {type(self).__name__} and {", ".join(others)} set the learning rate: the schedule sets it '

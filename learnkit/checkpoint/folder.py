@@ -26,7 +26,9 @@ from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.files import as_local_path, flush_file, flush_folder
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import can_be_best
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
+from learnkit.engine.resume import CheckpointWriter
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -321,13 +323,13 @@ def find_other_files(learn: Learner) -> list[str]:
     """
     found = []
     for cb in learn.cbs:
-        is_kept = has_own_files(cb) or declared(cb, 'logs_to_service', False)
-        if is_kept or declared(cb, 'checkpoint_folder') is not None:
+        is_kept = has_own_files(cb) or trait_of(cb, 'logs_to_service')
+        if is_kept or isinstance(cb, CheckpointWriter):
             continue
         own = getattr(cb, 'wrapped', cb)  # of a callback of another library
         values = list(getattr(own, '__dict__', {}).values())
-        if declared(cb, 'writes_files'):
-            values.append(declared(cb, 'where', noop)())
+        if trait_of(cb, 'writes_files'):
+            values.append((trait_of(cb, 'where') or noop)())
         names = [name for name in map(_find_file_name, values) if name]
         if names:
             found.append(f'{type(own).__name__} ({names[0]})')

@@ -38,8 +38,8 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.loader_state import LISTS, NUMBERS, find_own_parts, find_parts
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import belongs_to_sampler
-from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import keeps_attributes, unsaved_attributes
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -83,7 +83,7 @@ def take_inventory(learn: Learner) -> Inventory:
     for cb in learn.cbs:
         found |= _list_callback(cb, held)
     for cb in learn.cbs:
-        for name in declared(cb, 'saved_of_model', tuple)():
+        for name in (trait_of(cb, 'saved_of_model') or tuple)():
             found.pop(name, None)
     return found
 

@@ -24,9 +24,10 @@ from learnkit.core.random import preserved_generators
 from learnkit.core.validation import check_count
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.snapshot import initialize_lazy, restored
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -140,7 +141,7 @@ def silenced(learn: Learner) -> Iterator[None]:
 
     Callbacks with `writes_files` are left out, no rows are printed, and `learn.path` is a temporary folder.
     """
-    writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
+    writers = [cb for cb in learn.cbs if trait_of(cb, 'writes_files')]
     with (
         learn.removed_cbs(writers),
         TemporaryDirectory() as folder,

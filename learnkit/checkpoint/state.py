@@ -56,7 +56,6 @@ from learnkit.core.random import capture_own, capture_rng, restore_own, restore_
 from learnkit.core.validation import warn_user
 from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
 from learnkit.data.shard import Shard
-from learnkit.engine.callback import declared
 from learnkit.engine.callback_state import (
     collect_nondeterministic_state,
     load_states,
@@ -70,8 +69,10 @@ from learnkit.engine.resume import (
     checkpoint_point,
     find_checkpoint_folder,
     list_checkpoint_folders,
+    list_checkpoint_writers,
 )
 from learnkit.engine.snapshot import restored
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -194,11 +195,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
         r = ResumeState(check_state(resume), restore_state)
     else:
         folder = find_checkpoint_folder(learn)
-        mirrors = [
-            declared(cb, 'mirror')
-            for cb in learn.cbs
-            if declared(cb, 'checkpoint_folder') is not None
-        ]
+        mirrors = [cb.mirror for cb in list_checkpoint_writers(learn)]
         found = find(resume, folder, mirrors[0] if mirrors else None)
         if found is None:
             if not list_checkpoint_folders(learn):
@@ -207,7 +204,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
                     'starts from the beginning: add `Checkpoint()` to the callbacks.'
                 )
             for cb in learn.cbs:
-                declared(cb, 'start_over', noop)()
+                (trait_of(cb, 'start_over') or noop)()
             return None
         path, state, info = found
         state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))
@@ -308,7 +305,7 @@ def _samples_per_step(learn: Learner) -> int | None:
     "Return the number of samples of an optimizer step over all ranks, or None if it is unknown."
     bs: int | None = describe_drawn(learn.dls.train)['batch size']
     for cb in learn.cbs:
-        count = declared(cb, 'samples_per_step')
+        count = trait_of(cb, 'samples_per_step')
         if bs is not None and count is not None:
             bs = count(bs)
     return bs

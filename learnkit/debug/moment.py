@@ -22,12 +22,13 @@ from learnkit.data.show import show_samples
 from learnkit.debug.record import Record, refuse
 from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
 from learnkit.debug.trace import digest
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import keeps_attributes
 from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.engine.own_loop import list_overrides
-from learnkit.engine.resume import ResumeState
+from learnkit.engine.resume import ResumeState, list_checkpoint_writers
 from learnkit.engine.snapshot import restored
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -148,7 +149,7 @@ def travel(
 
     def add_silent(added: Any) -> Any:
         new = [as_callback(cb) for cb in as_list(added)]
-        return own_add([cb for cb in new if not declared(cb, 'writes_files')])
+        return own_add([cb for cb in new if not trait_of(cb, 'writes_files')])
 
     stop.loss_funcs = learn.loss_func, None
     with silenced(learn), learn.added_cbs([*cbs, stop]), suppress(_Arrived):
@@ -305,7 +306,7 @@ class Moment:
 
         The folder is `branch-1234ba` below `learn.path`, or with a number behind it. The old run's files stay as they
         are. Raises `CheckpointError` for a Checkpoint whose folder does not follow `learn.path`."""
-        fixed = [cb for cb in learn.cbs if getattr(cb, 'has_own_folder', False)]
+        fixed = [cb for cb in list_checkpoint_writers(learn) if cb.has_own_folder]
         if fixed:
             raise CheckpointError(
                 f'{fixed[0]} has a folder of its own, where a branch would mix with the run: leave out `folder=`, and '

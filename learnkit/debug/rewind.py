@@ -31,8 +31,8 @@ from learnkit.core.validation import warn_user
 from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, travel
 from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import declared
 from learnkit.engine.resume import SAVE_POINTS, ResumeState, find_checkpoint_folder
+from learnkit.engine.traits import trait_of
 from learnkit.optim.state import copy_value
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def find_inexact(learn: Learner, run: RecordedRun, origin: Entry | None) -> list
         reasons.append(f'the run used torch {used}, this is torch {version}')
     if origin is None:
         return reasons
-    repeated = [cb for cb in learn.cbs if not declared(cb, 'writes_files')]
+    repeated = [cb for cb in learn.cbs if not trait_of(cb, 'writes_files')]
     names = [type(cb).__name__ for cb in repeated if has_own_files(cb)]
     reasons += [f'{name} keeps its own files in checkpoints' for name in names]
     return reasons
@@ -300,7 +300,7 @@ def _collect_outside(learn: Learner, saved: Mapping[str, Any]) -> dict[str, Any]
     outside = {}
     states = learn.callback_states()
     for cb, key in _list_silent(learn):
-        state_without_files = declared(cb, 'state_without_files')
+        state_without_files = trait_of(cb, 'state_without_files')
         if state_without_files is not None:
             outside[key] = state_without_files()
         elif key in states:
@@ -311,4 +311,4 @@ def _collect_outside(learn: Learner, saved: Mapping[str, Any]) -> dict[str, Any]
 def _list_silent(learn: Learner) -> list[tuple[Any, str]]:
     "Return the callbacks that are left out while the run is repeated, with their keys."
     keys = learn.parts.callbacks.keys
-    return [(cb, keys[id(cb)]) for cb in learn.cbs if declared(cb, 'writes_files')]
+    return [(cb, keys[id(cb)]) for cb in learn.cbs if trait_of(cb, 'writes_files')]

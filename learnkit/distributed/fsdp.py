@@ -32,7 +32,7 @@ from learnkit.core.model import has_weights, is_on_meta, wrappers_of
 from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.ddp import Parallelism, broadcast_tensors
 from learnkit.distributed.initialize import copy_on_meta, fill, take_back
-from learnkit.engine.callback import declared
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -249,13 +249,13 @@ def check_can_train_sharded(learn: Learner) -> None:
             f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
             "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
         )
-    unsupported = [cb for cb in learn.cbs if declared(cb, 'needs_whole_weights')]
+    unsupported = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole_weights')]
     if unsupported:
         raise DistributedError(
             f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
             "part of them. Leave it out, or use strategy 'ddp'."
         )
-    divided = [cb for cb in learn.cbs if declared(cb, 'needs_whole_layers')]
+    divided = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole_layers')]
     if divided and learn.world.copies > 1:
         raise DistributedError(
             f'{divided[0]} needs whole layers, and with tensor= each process has a part of some. Leave it out, and '

@@ -30,6 +30,7 @@ from learnkit.engine.events import (
     canonical_event,
     event_like,
 )
+from learnkit.engine.traits import trait_like
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,21 +105,6 @@ class MissingAttribute(AttributeError):
 def defined_on_class(obj: object, name: str) -> bool:
     "Return True if the class of `obj`, or a base class, defines `name`; no property is evaluated."
     return any(name in vars(cls) for cls in type(obj).__mro__)
-
-
-def declared(
-    cb: object,  # callback of this package or of fastai
-    name: str,  # attribute or method that one feature asks for, such as 'remove_on_find'
-    default: Any = None,
-) -> Any:
-    """Return an attribute that a callback or its class defines; the Learner's attributes are not searched.
-
-    >>> class Quick(Callback): remove_on_find = True
-    >>> declared(Quick(), 'remove_on_find'), declared(Callback(), 'remove_on_find', False)
-    (True, False)
-    """
-    is_own = name in getattr(cb, '__dict__', {}) or hasattr(type(cb), name)
-    return getattr(cb, name) if is_own else default
 
 
 class Callback:
@@ -443,6 +429,10 @@ def check_handlers(cb: Callback) -> None:
         if cls.__module__.startswith('learnkit.'):
             continue
         for name, member in vars(cls).items():
+            if trait := trait_like(name):
+                warn_user(
+                    f'{type(cb).__name__}.{name} is not an attribute that learnkit asks for. Did you mean `{trait}`?'
+                )
             if not isinstance(member, FunctionType):
                 continue
             if name in _HANDLER_NAMES:

@@ -36,10 +36,10 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     SET_BY_BASE,
     Callback,
-    declared,
     has_user_code,
     is_from_learnkit,
 )
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -97,7 +97,7 @@ def callback_names(learn: Learner) -> dict[str, str]:
     return {
         keys[id(cb)]: repr(cb) if type(cb) is Callback else type(cb).__name__
         for cb in learn.cbs
-        if not declared(cb, 'first_process_only') and declared(cb, 'needed_to_rewind', True)
+        if not trait_of(cb, 'first_process_only') and trait_of(cb, 'needed_to_rewind')
     }
 
 
@@ -173,9 +173,9 @@ def collect_nondeterministic_state(learn: Learner) -> dict[str, list[str]]:
     The key '*' stands for every callback.
     """
     keys = learn.parts.callbacks.keys
-    names = {keys[id(cb)]: declared(cb, 'nondeterministic_state', ()) for cb in learn.cbs}
+    names = {keys[id(cb)]: trait_of(cb, 'nondeterministic_state') for cb in learn.cbs}
     found = {key: list(value) for key, value in names.items() if value}
-    measuring = [cb for cb in learn.cbs if declared(cb, 'machine_dependent')]
+    measuring = [cb for cb in learn.cbs if trait_of(cb, 'machine_dependent')]
     columns = [name for cb in measuring for name in cb.metric_names]
     # places of columns in the states of the Recorder and of loggers
     places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')

@@ -25,8 +25,8 @@ from learnkit.engine.callback import (
     SET_BY_BASE,
     Callback,
     check_handlers,
-    declared,
     defined_on_class,
+    get_own_handler,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import (
@@ -38,6 +38,7 @@ from learnkit.engine.events import (
     WILL_STEP,
     canonical_event,
 )
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
     from learnkit.comm.ranks import Comm
@@ -167,13 +168,13 @@ class CallbackSet:
 
     def notify(
         self,
-        name: str,  # name of an optional method: 'on_added', 'on_run_failed' ...
+        name: str,  # trait that is a method: 'on_added', 'on_run_failed' ...
         *args: Any,  # arguments of the method
         to: Any = None,  # the callback; None: every callback
     ) -> None:
         "Call a method of the callbacks that have it, in the order of adding, also if they are switched off."
         for cb in list(self.items) if to is None else [to]:
-            method = declared(cb, name)
+            method = trait_of(cb, name)
             if method is not None:
                 method(*args)
 
@@ -184,7 +185,7 @@ class CallbackSet:
 
     def has_handler(self, event: str) -> bool:
         "Return True if a callback may have a handler of an event, without filling the tables."
-        return any(declared(cb, event) or takes_every_event(type(cb)) for cb in self.items)
+        return any(get_own_handler(cb, event) or takes_every_event(type(cb)) for cb in self.items)
 
     def fill_tables(self) -> None:
         "List the handlers of each event, in evaluation and in training."
@@ -193,7 +194,7 @@ class CallbackSet:
         moved: set[str] = set()  # events that some callback takes first or last
         for cb in self.list_ordered():
             cls, switch = type(cb), self.switches[id(cb)]
-            moved.update(getattr(cls, 'runs_first', ()), getattr(cls, 'runs_last', ()))
+            moved.update(trait_of(cb, 'runs_first'), trait_of(cb, 'runs_last'))
             # a callback that takes every event, or is of fastai, has its own condition
             is_plain = isinstance(cb, Callback) and not takes_every_event(cls)
             runs_outer = not is_plain or cb.runs_at('before_fit', None)
@@ -515,8 +516,7 @@ class HandlerTable(dict[str, list[Entry]]):
 
 def _find_place(cb: Any, event: str) -> int:
     "Return -1 for a callback whose class takes an event before the other callbacks, 1 after them, else 0."
-    cls = type(cb)
-    return (event in getattr(cls, 'runs_last', ())) - (event in getattr(cls, 'runs_first', ()))
+    return (event in trait_of(cb, 'runs_last')) - (event in trait_of(cb, 'runs_first'))
 
 
 def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
@@ -526,7 +526,7 @@ def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
     if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
         events = names.difference(METHODS)
         return [(name, partial(run_fastai_handler, cb, name)) for name in events]
-    if getattr(cls, 'first_process_only', False) and not world.is_first:
+    if trait_of(cb, 'first_process_only') and not world.is_first:
         names = frozenset()
     found: dict[str, Callable[[], Any]] = {name: getattr(cb, name) for name in names}
     if takes_every_event(cls):

@@ -44,12 +44,13 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import name_of
 from learnkit.core.validation import precision_hint, warn_user
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import takes_every_event
 from learnkit.engine.events import STEP_EVENTS
 from learnkit.engine.loop import Loop
 from learnkit.engine.loss import loss_of, total_loss
 from learnkit.engine.run import clear_pass
+from learnkit.engine.traits import trait_of
 from learnkit.optim.wrapper import Closure
 
 if TYPE_CHECKING:
@@ -392,4 +393,4 @@ class EventCheck(Callback):
 
 def waits_for_events(cb: Any) -> bool:
     "Return True for a callback that has no effect if its events do not fire."
-    return declared(cb, 'needs_events', True) and not takes_every_event(type(cb))
+    return trait_of(cb, 'needs_events') and not takes_every_event(type(cb))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from learnkit.core.errors import CheckpointError
-from learnkit.engine.callback import declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import list_running
 from learnkit.engine.passes import (
     Source,
@@ -77,10 +77,29 @@ class ResumeState:
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
 
+class CheckpointWriter(Callback):
+    "Base of callbacks that write checkpoints: `fit(resume=True)` resumes from their folder."
+
+    mirror: Any = None  # store from which newer checkpoints are fetched
+
+    @property
+    def has_own_folder(self) -> bool:
+        "True if the folder does not follow `learn.path`."
+        raise NotImplementedError
+
+    def checkpoint_folder(self) -> Path:
+        "Return the folder of the checkpoints."
+        raise NotImplementedError
+
+
+def list_checkpoint_writers(learn: Learner) -> list[CheckpointWriter]:
+    "Return the callbacks that write checkpoints."
+    return [cb for cb in learn.cbs if isinstance(cb, CheckpointWriter)]
+
+
 def list_checkpoint_folders(learn: Learner) -> list[Path]:
     "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
-    finders = [declared(cb, 'checkpoint_folder') for cb in learn.cbs]
-    return [find() for find in finders if find is not None]
+    return [cb.checkpoint_folder() for cb in list_checkpoint_writers(learn)]
 
 
 def find_checkpoint_folder(learn: Learner) -> Path:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
 from learnkit.engine.advice import explain_error
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import (
     format_place,
     list_running,
@@ -52,6 +52,8 @@ class Run:
     depth: int = 0  # number of open runs: 1 in a fit, 2 in a validate() inside it
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
+    # called at the end of the outermost run, also if its cleanup was aborted
+    releases: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def is_active(self) -> bool:
@@ -144,8 +146,8 @@ def end_run(learn: Learner, error: BaseException | None) -> None:
         raised += call_each(learn, 'cleanup', interrupted)
     finally:
         try:
-            releases = [declared(cb, 'on_run_ended') for cb in learn.parts.callbacks]
-            run_all([partial(_reset_run, learn, error), *filter(None, releases)])
+            releases, run.releases = run.releases, []
+            run_all([partial(_reset_run, learn, error), *releases])
         except Exception as e:
             raised.append(e)
         run.kind = kind

@@ -18,8 +18,9 @@ from learnkit.core.batch import to_device
 from learnkit.core.errors import did_you_mean
 from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
-from learnkit.engine.callback import Callback, declared
+from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
+from learnkit.engine.traits import trait_of
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
@@ -543,7 +544,7 @@ def log_as_named(learn: Learner, name: str, value: Any) -> None:
     "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
     for cb in learn.cbs:
         if isinstance(cb, Callback) and not getattr(type(cb), 'is_destination', False):
-            receive = declared(cb, 'receive_log')
+            receive = trait_of(cb, 'receive_log')
             if receive is not None:
                 receive(name, value)
 

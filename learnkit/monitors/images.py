@@ -13,7 +13,8 @@ from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.show import as_pictures, class_colors
-from learnkit.engine.callback import Periodic, declared
+from learnkit.engine.callback import Periodic
+from learnkit.engine.traits import trait_of
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
 
@@ -112,8 +113,8 @@ class ImageVisualizer(Periodic):
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
         for cb in learn.cbs:
-            receive = declared(cb, 'receive_images')
-            log = declared(cb, 'log_images')  # of a callback without the other method
+            receive = trait_of(cb, 'receive_images')
+            log = trait_of(cb, 'log_images')  # of a callback without the other method
             if receive is not None:
                 receive(name, pictures)
             elif log is not None:

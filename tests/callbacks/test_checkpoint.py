@@ -473,6 +473,6 @@ def test_the_header_of_a_file(tmp_path: Path) -> None:
     learn.fit(2)
     info = entries(tmp_path)[0].info
     assert info['value'] == learn.history[-1]['valid_loss'] and info['monitor'] == 'valid_loss'
-    assert (info['place'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 2)
+    assert (info['place'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 3)
     tensors = load_file(tmp_path / names(tmp_path)[-1])  # by the library alone
     assert torch.equal(tensors['model.0.weight'], learn.model[0].weight)

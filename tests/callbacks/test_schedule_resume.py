@@ -15,7 +15,7 @@ from learnkit import Callback, DataLoaders, MixedPrecision
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedCos, SchedLin
 from learnkit.engine.budget import Budget
-from learnkit.engine.callback import declared
+from learnkit.engine.traits import trait_of
 from tests.helpers.comparing import same
 from tests.helpers.learners import quiet_learner
 
@@ -134,4 +134,4 @@ def test_mixed_precision_between_two_steps(mode: str, after: int) -> None:
 
 def test_the_start_of_a_budget_of_time_differs_from_run_to_run() -> None:
     assert Budget('2h').nondeterministic_state == ('began',)
-    assert declared(Budget('5ep'), 'nondeterministic_state') is None
+    assert trait_of(Budget('5ep'), 'nondeterministic_state') == ()

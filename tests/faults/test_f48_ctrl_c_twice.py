@@ -122,7 +122,10 @@ def test_the_second_at_many_instants_of_the_end(tmp_path: Path) -> None:
 
 def test_what_fails_does_not_keep_others_from_giving_back(tmp_path: Path) -> None:
     class Holds(Callback):
-        def on_run_ended(self) -> None:
+        def before_fit(self) -> None:
+            self.learn.run.releases.append(self.release)
+
+        def release(self) -> None:
             raise OSError('cannot be given back')
 
     learn = learner(tmp_path, Holds())
