@@ -1,6 +1,7 @@
 """Batches of every structure: split, move, measure, join and cut them, and pass them to models."""
 
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from learnkit import DataLoaders, Learner
 from learnkit.core.batch import (
+    BatchForm,
     apply_model,
     are_equal,
     concat,
@@ -40,6 +43,61 @@ class Moving:
 
     def to(self, device: torch.device) -> 'Moving':
         return Moving(str(device))
+
+
+class Rows(MutableMapping[str, Any]):
+    "A mapping of tensors with equally many rows, over which it iterates, as a TensorDict."
+
+    def __init__(self, **columns: Any):
+        self.columns = columns
+
+    @property
+    def shape(self) -> torch.Size:
+        return next(iter(self.columns.values())).shape[:1]
+
+    @property
+    def ndim(self) -> int:
+        return 1
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.columns[key]
+        return Rows(**{name: column[key] for name, column in self.columns.items()})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value.shape[:1] != self.shape:
+            raise RuntimeError(f'{value.shape} for {self.shape}')
+        self.columns = {**self.columns, key: value}
+
+    def __delitem__(self, key: str) -> None:
+        del self.columns[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        raise RuntimeError('no truth value')
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError('use keys()')
+
+    def keys(self) -> Any:
+        return self.columns.keys()
+
+    def values(self) -> Any:
+        return self.columns.values()
+
+    def items(self) -> Any:
+        return self.columns.items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.columns.get(key, default)
+
+    def to(self, device: Any) -> 'Rows':
+        return Rows(**{name: column.to(device) for name, column in self.columns.items()})
 
 
 # split_batch
@@ -405,3 +463,58 @@ def test_describe(batch: Any, text: str) -> None:
 )
 def test_equal_batches(a: Any, b: Any, expected: bool) -> None:
     assert are_equal(a, b, others=True) is expected
+
+
+# mappings of rows
+
+
+def make_rows(n: int = 5) -> Rows:
+    return Rows(x=torch.arange(2.0 * n).reshape(n, 2), y=torch.arange(1.0 * n)[:, None])
+
+
+def test_a_mapping_of_rows_is_handled_as_a_dict() -> None:
+    rows = make_rows()
+    assert split_batch(rows) == ((rows,), (rows['y'],))
+    assert BatchForm(targets=('x',)).split(rows) == ((rows,), (rows['x'],))
+    assert find_bs(rows) == 5
+    assert describe(rows) == "{'x': Tensor[5, 2] float32, 'y': Tensor[5, 1] float32}"
+    assert to_device(rows, META)['x'].device == to_device(rows, META)['y'].device == META
+    assert are_equal(rows, make_rows()) and not are_equal(rows, make_rows(4))
+    graph = Rows(x=torch.ones(2, requires_grad=True))
+    detached = to_detach(graph)
+    assert type(detached) is Rows and not detached['x'].requires_grad and graph['x'].requires_grad
+    assert unpack_output(rows) == (rows, None)
+    assert unpack_output(Rows(loss=rows['y'], logits=rows['x']))[0] is rows['x']
+
+
+def test_a_mapping_of_rows_is_cut_and_joined() -> None:
+    rows = make_rows()
+    parts = microbatches((rows,), (rows['y'],), 3)
+    assert [len(xb[0]) for xb, _ in parts] == [3, 2]
+    joined = concat([xb[0] for xb, _ in parts])
+    assert type(joined) is dict and are_equal(joined, dict(rows.items()))
+
+
+def test_training_on_a_mapping_of_rows_equals_dicts() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x)
+            return out
+
+    def train(batches: list[Any], **options: Any) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        dls = DataLoaders(batches, batches, device='cpu')
+        learn = Learner(dls, Model(), nn.MSELoss(), lr=1e-3, **options)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(2)
+        return learn.model.layer.weight.flatten().tolist(), learn.get_preds()
+
+    rows = [make_rows(), make_rows(4)]
+    expected = train([dict(batch.items()) for batch in rows])
+    assert are_equal(train(rows), expected)
+    weights = train(rows, microbatch=3)[0]
+    assert weights == pytest.approx(expected[0], rel=1e-5)
