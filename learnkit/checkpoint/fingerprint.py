@@ -245,7 +245,9 @@ def is_plain(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    return hasattr(type(value), '__next__')
+    "Return True for an iterator; one with a length is a loader, which starts again."
+    kind = type(value)
+    return hasattr(kind, '__next__') and not hasattr(kind, '__len__')
 
 
 def is_function(value: Any) -> bool:

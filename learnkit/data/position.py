@@ -45,6 +45,7 @@ from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
+    drop_started_pass,
     forget_workers,
     get_index_sampler,
     iterates_as_torch,
@@ -159,6 +160,7 @@ class LoaderPosition:
         if self.number is not None:
             set_epochs(_unshard(dl), self.number)
         self._workers_ran = self.workers > 0 and workers_run(dl)
+        drop_started_pass(dl)
         self.start = _capture(dl, with_global=True)
         if not _has_foreign_state(dl):
             return self._watch(iter(dl), 0)
@@ -448,6 +450,7 @@ class LoaderPosition:
     def _replay(self, n: int) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
         dl = self.dl
+        drop_started_pass(dl)
         _restore(dl, self.start, self._lacks_state)
         if self.start is not None and 'loader' in self.start:
             dl.load_state_dict(deepcopy(self.start['loader']))
