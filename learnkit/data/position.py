@@ -38,6 +38,7 @@ from learnkit.data.last_batch import Digest, differs, digest_batch, hold_batch
 from learnkit.data.loader_state import (
     capture_loader_state,
     find_out_of_order,
+    has_lossy_state,
     restore_loader_state,
     set_epochs,
 )
@@ -362,7 +363,7 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif self._own_state.get('loader') is not None and not self._must_replay():
+            elif self._has_whole_state() and not self._must_replay():
                 return self._resume_by_state(n)
             else:
                 return self._replay(n)
@@ -370,6 +371,9 @@ class LoaderPosition:
             return batches
         finally:
             restore_rng(current)
+
+    def _has_whole_state(self) -> bool:
+        return self._own_state.get('loader') is not None and not has_lossy_state(self.dl)
 
     def _resume_by_state(self, n: int) -> Iterator[Any]:
         "Return the batches that remain after the loader's own state is loaded."

@@ -103,6 +103,24 @@ def test_a_wrapper_of_a_loader(sampler: Any, is_stateful: bool, n: int, tmp_path
     assert epochs[0] != epochs[1] != epochs[2]
 
 
+@pytest.mark.parametrize('n', [5, pytest.param(21, marks=pytest.mark.full)])
+def test_a_shuffle_buffer_that_the_state_leaves_out(n: int, tmp_path: Path) -> None:
+    torchdata = pytest.importorskip('torchdata.stateful_dataloader')
+    datasets = pytest.importorskip('datasets')
+
+    def collate(rows: Any) -> Any:
+        return own.batch_of([row['id'] for row in rows])
+
+    def make() -> Any:
+        data = datasets.Dataset.from_dict({'id': list(range(own.N))}).to_iterable_dataset()
+        shuffled = data.shuffle(seed=3, buffer_size=20).map(dict)
+        return torchdata.StatefulDataLoader(shuffled, own.BS, collate_fn=collate)
+
+    whole, killed = train(make, tmp_path / 'whole'), train(make, tmp_path / 'killed', (n,))
+    assert killed.is_exact(whole) and not killed.warnings
+    assert len(whole.ids) == own.N_EPOCH * N_BATCHES
+
+
 def test_epochs_of_another_length_after_a_resume_are_named(tmp_path: Path) -> None:
     make = stateful(own.Sticky)
     killed = train(make, tmp_path, (21,))
