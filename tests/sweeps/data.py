@@ -79,7 +79,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
 
 
-def train(subject: Subject, folder: Path, data: Path) -> Result:
+def train(subject: Subject, folder: Path, data: Path, n_epoch: int) -> Result:
     "Train, or resume from the folder's newest checkpoint; return what was trained on, and what became of it."
     resumes = any(folder.glob('*.ckpt'))
     scramble(1000 if resumes else 0)
@@ -97,7 +97,7 @@ def train(subject: Subject, folder: Path, data: Path) -> Result:
     cbs = [Reader(reading.read, record), Checkpoint('1ba', folder, background=False)]
     learn = Learner(dls, make_model(), nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.01, cbs=cbs)
     with learn.no_logging(), learn.no_bar():
-        learn.fit(N_EPOCH, resume=True)
+        learn.fit(n_epoch, resume=True)
     history = [{k: v for k, v in row.items() if k not in ('time', 'fit')} for row in learn.history]
     return {
         'batches': batches,
@@ -125,10 +125,12 @@ def _count_fetched(path: Path) -> int:
 # -- in the process that compares ------------------------------------------------------------------
 
 
-def judge(subject: Subject, folder: Path, kills: tuple[int, ...] = KILLS) -> Verdict:
+def judge(
+    subject: Subject, folder: Path, kills: tuple[int, ...] = KILLS, n_epoch: int = N_EPOCH
+) -> Verdict:
     "Train without a stop, kill and resume at each of `kills`, and return the verdict."
     began = time.monotonic()
-    verdict, note = _judge(subject, folder, kills)
+    verdict, note = _judge(subject, folder, kills, n_epoch)
     seconds = time.monotonic() - began
     print(f'{verdict:14} {subject.name} ({seconds:.0f} s) {note}', flush=True)
     return Verdict(
@@ -136,9 +138,9 @@ def judge(subject: Subject, folder: Path, kills: tuple[int, ...] = KILLS) -> Ver
     )
 
 
-def _judge(subject: Subject, folder: Path, kills: tuple[int, ...]) -> tuple[str, str]:
+def _judge(subject: Subject, folder: Path, kills: tuple[int, ...], n_epoch: int) -> tuple[str, str]:
     "Return the worst verdict of all kills, with what it is based on."
-    run = partial(_run, subject, data=folder / 'data')
+    run = partial(_run, subject, data=folder / 'data', n_epoch=n_epoch)
     try:
         straight = run(folder=folder / 'straight')
     except HarnessError as e:
@@ -173,11 +175,13 @@ def _judge_kill(
     return (REPLAYED if is_replayed else EXACT), note
 
 
-def _run(subject: Subject, folder: Path, data: Path, kill: int | None = None) -> Result:
+def _run(
+    subject: Subject, folder: Path, data: Path, n_epoch: int, kill: int | None = None
+) -> Result:
     "Train in a forked process, which is killed before batch `kill`; raise `HarnessError` if it fails by itself."
     folder.mkdir(parents=True, exist_ok=True)
     planned = None if kill is None else Planned('batch', kill + 1, signal.SIGKILL, group=True)
-    with start(partial(train, subject, folder, data), planned) as child:
+    with start(partial(train, subject, folder, data, n_epoch), planned) as child:
         code = child.wait(TIMEOUT_S)
         if code != (0 if kill is None else -signal.SIGKILL):
             raise child.error(f'ended with {code}')
