@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.libraries import skip_if_absent
-from tests.sweeps.data import compare, judge
+from tests.sweeps.data import compare, judge, summarize
 from tests.sweeps.loaders import BS, IDS, N_BATCH, load_loaders, read_dict
 from tests.sweeps.verdicts import (
     EXACT,
@@ -89,6 +89,12 @@ def test_write_between_keeps_the_rest(tmp_path: Path) -> None:
     assert page.read_text('utf-8') == 'before\n<!-- a -->\nnew\n<!-- b -->\nafter\n'
     with pytest.raises(ValueError, match='<!-- c -->'):
         write_between(page, '<!-- a -->', '<!-- c -->', 'new')
+
+
+def test_summarize() -> None:
+    lost = 'has changed, and no checkpoint holds: training loader.heads: harmless'
+    assert summarize(lost) == 'at the first checkpoint: `heads` has changed, and is not saved'
+    assert summarize('First | one.\nSecond one.') == 'First / one'
 
 
 def test_shorten() -> None:
