@@ -1,7 +1,6 @@
 """Batches of every structure: split, move, measure, join and cut them, and pass them to models."""
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from learnkit.core.batch import (
     unpack_output,
 )
 from learnkit.core.errors import BatchError
+from tests.helpers.rows import Rows
 
 META = torch.device('meta')  # a second device that every machine has
 
@@ -43,61 +43,6 @@ class Moving:
 
     def to(self, device: torch.device) -> 'Moving':
         return Moving(str(device))
-
-
-class Rows(MutableMapping[str, Any]):
-    "A mapping of tensors with equally many rows, over which it iterates, as a TensorDict."
-
-    def __init__(self, **columns: Any):
-        self.columns = columns
-
-    @property
-    def shape(self) -> torch.Size:
-        return next(iter(self.columns.values())).shape[:1]
-
-    @property
-    def ndim(self) -> int:
-        return 1
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            return self.columns[key]
-        return Rows(**{name: column[key] for name, column in self.columns.items()})
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if value.shape[:1] != self.shape:
-            raise RuntimeError(f'{value.shape} for {self.shape}')
-        self.columns = {**self.columns, key: value}
-
-    def __delitem__(self, key: str) -> None:
-        del self.columns[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __bool__(self) -> bool:
-        raise RuntimeError('no truth value')
-
-    def __contains__(self, key: object) -> bool:
-        raise NotImplementedError('use keys()')
-
-    def keys(self) -> Any:
-        return self.columns.keys()
-
-    def values(self) -> Any:
-        return self.columns.values()
-
-    def items(self) -> Any:
-        return self.columns.items()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.columns.get(key, default)
-
-    def to(self, device: Any) -> 'Rows':
-        return Rows(**{name: column.to(device) for name, column in self.columns.items()})
 
 
 # split_batch
