@@ -23,6 +23,7 @@ State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribu
 NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
 _KINDS = (DataLoader, Dataset, Sampler)
+_SEED = 'seed'  # end of the names of seeds
 _EPOCHS = (
     'epoch',
     'next_epoch',
@@ -99,11 +100,22 @@ def restore_loader_state(
         first, present = _read_numbers(owner)
         for name, (saved_first, value) in counts[path].items():
             is_changed = value != saved_first or present.get(name) != first.get(name)
-            if is_changed or name.endswith('seed'):
+            if is_changed or name.endswith(_SEED):
                 owner.__dict__[name] = value
         for name in present.keys() - first.keys() - counts[path].keys():
             del owner.__dict__[name]  # the first pass makes it
     return restore_own(dl, state.get('own', {}))
+
+
+def drop_seeds(
+    state: Mapping[str, Any],  # return value of `capture_loader_state`
+) -> State:
+    "Return the state of a loader without seeds, for a rank that may have others than the rank that saved it."
+    counts = {
+        path: {name: value for name, value in numbers.items() if not name.endswith(_SEED)}
+        for path, numbers in state.get('counts', {}).items()
+    }
+    return {**state, 'counts': counts}
 
 
 def set_epochs(

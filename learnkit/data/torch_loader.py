@@ -141,7 +141,7 @@ def drop_started_pass(dl: Any) -> None:
     """Make the next pass over accelerate's wrapper of a StatefulDataLoader start when it is iterated.
 
     The wrapper starts the first pass when it is made, and draws its order then."""
-    inner = getattr(dl, 'base_dataloader', None)
+    inner: Any = getattr(dl, 'base_dataloader', None)
     if hasattr(inner, 'load_state_dict') and not getattr(inner, 'persistent_workers', False):
         inner.load_state_dict({})
 

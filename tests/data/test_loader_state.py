@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from learnkit import TensorLoader
-from learnkit.data.loader_state import capture_loader_state, restore_loader_state
+from learnkit.data.loader_state import capture_loader_state, drop_seeds, restore_loader_state
 
 
 class Rotating(Sampler[int]):
@@ -138,3 +138,11 @@ def test_the_next_pass_is_as_of_the_saved_loader(make: Callable[[], Any], tmp_pa
     expected = repr(list(dl))
     assert restore_loader_state(other, torch.load(tmp_path / 'a.pt')) == []
     assert repr(list(other)) == expected
+
+
+def test_another_rank_keeps_its_seed() -> None:
+    dl, other = (DataLoader(range(5), sampler=Seeded(seed)) for seed in (1, 2))
+    restore_loader_state(other, drop_seeds(capture_loader_state(dl)))
+    assert list(other.sampler) == Random(2).sample(range(5), 5)
+    restore_loader_state(other, capture_loader_state(dl))
+    assert list(other.sampler) == Random(1).sample(range(5), 5)
