@@ -246,7 +246,10 @@ def is_plain(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    return hasattr(type(value), '__next__')
+    "Return True for an iterator; a class that inherits from Iterable, not from Iterator, starts again."
+    kind = type(value)
+    starts_again = Iterable in kind.__mro__ and Iterator not in kind.__mro__
+    return hasattr(kind, '__next__') and not starts_again
 
 
 def is_function(value: Any) -> bool:

@@ -2,7 +2,8 @@
 """Operations on batches: split, move, detach, count, join and split a batch, and pass it to the model.
 
 A batch is a tensor, tuple, list, named tuple, dict or other mapping, or any nesting of these. Containers are rebuilt
-with the same type. Functions on the path of each batch check for a plain tuple or list first."""
+with the same type; joined TensorDicts become a dict. Functions on the path of each batch check for a plain tuple or
+list first."""
 
 from __future__ import annotations
 
@@ -88,8 +89,8 @@ class BatchForm:
         "Split a batch into inputs and targets; raise `BatchError` for a batch that lacks declared entries."
         if self.targets is None:
             return split_batch(batch, self.n_inp)
-        named = batch if isinstance(batch, Mapping) else {}
-        missing = [name for name in self.targets if name not in named]
+        names = _list_keys(batch) if isinstance(batch, Mapping) else []
+        missing = [name for name in self.targets if name not in names]
         if predicting and len(missing) == len(self.targets):
             return split_batch(batch)[0], ()
         if missing:
@@ -97,7 +98,7 @@ class BatchForm:
                 f'The batch {describe(batch)} has no entry {", ".join(map(repr, missing))}: '
                 f'`DataLoaders(targets={self.targets})` names the entries of dicts that are targets.'
             )
-        return (batch,), tuple(named[name] for name in self.targets)
+        return (batch,), tuple(batch[name] for name in self.targets)
 
 
 def form_of(
@@ -283,9 +284,8 @@ def concat(
                 'Batches of different structure cannot be joined: '
                 f'{describe(first)} and {describe(o)}.'
             )
-    return rebuild(
-        first, [concat(list(group), dim, sizes) for group in zip(*children, strict=True)]
-    )
+    like = dict.fromkeys(first.keys()) if _is_mapping_of_rows(first) else first
+    return rebuild(like, [concat(list(group), dim, sizes) for group in zip(*children, strict=True)])
 
 
 def microbatches(
@@ -361,9 +361,8 @@ def passed_names(model: Callable[..., Any], xb: tuple[Any, ...]) -> tuple[Any, .
     if len(xb) != 1 or not isinstance(xb[0], Mapping):
         return None
     names, takes_any = _get_parameters(model)
-    if takes_any:
-        return tuple(xb[0]) or None
-    return tuple(k for k in xb[0] if k in names) or None
+    keys = _list_keys(xb[0])
+    return tuple(k for k in keys if takes_any or k in names) or None
 
 
 def call_by_name(
@@ -387,7 +386,8 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
         return out, None
     pred = out.get('logits')
     if pred is None:
-        pred = {k: v for k, v in out.items() if k != 'loss'} if 'loss' in out else out
+        others = {k: v for k, v in out.items() if k != 'loss'}
+        pred = others if len(others) < len(_list_keys(out)) else out
     return pred, out.get('loss')
 
 
@@ -419,7 +419,7 @@ def describe(batch: Any) -> str:
         return type(batch).__name__
     parts = [describe(o) for o in children[:8]] + ['...'] * (len(children) > 8)
     if isinstance(batch, Mapping):
-        named = [f'{k!r}: {part}' for k, part in zip(batch, parts, strict=False)]
+        named = [f'{k!r}: {part}' for k, part in zip(batch.keys(), parts, strict=False)]
         return '{' + ', '.join(named) + '}'
     kinds = {type(o).__name__ for o in children}
     if len(children) > 3 and _holds_objects(children) and len(kinds) == 1:
@@ -435,14 +435,20 @@ def describe(batch: Any) -> str:
 
 def _list_keys(o: Any) -> list[Any]:
     "Return the keys of a mapping, or the indices of a tuple or list."
-    return list(o) if isinstance(o, Mapping) else list(range(len(o)))
+    return list(o.keys()) if isinstance(o, Mapping) else list(range(len(o)))
 
 
 def children_of(o: Any) -> list[Any] | None:
     "Return the values of a container in their order, or None for an object that is not a container."
     if isinstance(o, (tuple, list)):
         return list(o)
-    return [o[k] for k in o] if isinstance(o, Mapping) else None
+    # not `iter(o)`, which yields the rows of a TensorDict
+    return list(o.values()) if isinstance(o, Mapping) else None
+
+
+def _is_mapping_of_rows(o: Any) -> bool:
+    "Return True for a TensorDict: a mapping that is indexed like a tensor, and whose entries have equally many rows."
+    return isinstance(o, Mapping) and hasattr(o, 'shape')
 
 
 def rebuild(like: Any, children: list[Any]) -> Any:
@@ -453,7 +459,7 @@ def rebuild(like: Any, children: list[Any]) -> Any:
     if isinstance(like, list):
         new[:] = children
     else:
-        for k, v in zip(list(like), children, strict=True):
+        for k, v in zip(_list_keys(like), children, strict=True):
             new[k] = v
     return new
 
@@ -513,7 +519,8 @@ def are_equal(
     if isinstance(a, (np.ndarray, np.generic)):
         return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(are_equal(a[k], b[k], others) for k in a)
+        keys = _list_keys(a)
+        return set(keys) == set(b.keys()) and all(are_equal(a[k], b[k], others) for k in keys)
     if isinstance(a, (tuple, list)):
         pairs = zip(a, b, strict=False)
         return len(a) == len(b) and all(are_equal(v, w, others) for v, w in pairs)
@@ -592,7 +599,7 @@ def take_rows(
     rows: slice | list[int],  # sample indices
 ) -> Any:
     "Return `o` with the selected samples of each tensor and list that has `n` samples; other objects are unchanged."
-    if isinstance(o, (Tensor, np.ndarray)):
+    if isinstance(o, (Tensor, np.ndarray)) or _is_mapping_of_rows(o):
         return o[rows] if o.ndim and o.shape[0] == n else o
     if is_sample_list(o, n):
         indices = range(n)[rows] if isinstance(rows, slice) else rows

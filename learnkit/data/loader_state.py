@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a loader: what the loader, its samplers and its data set keep while they are iterated.
 
-The state holds random generators, epoch numbers and counts. A sampler that shuffles by the number of its pass, for
-example, repeats the order of an epoch only if that number is restored. A number that never changes is an option,
-which a resumed process may set to another value."""
+The state holds random generators, seeds, epoch numbers and counts. A sampler that shuffles by the number of its pass,
+for example, repeats the order of an epoch only if that number is restored. Another number that never changes is an
+option, which a resumed process may set to another value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 from weakref import finalize
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from learnkit.core.random import capture_generator, capture_own, restore_own
 from learnkit.data.dataloaders import TensorLoader
@@ -22,6 +22,12 @@ State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribu
 
 NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
+_KINDS = (DataLoader, Dataset, Sampler)
+_SEED = 'seed'  # end of the names of seeds
+_EPOCHS = (
+    'epoch',
+    'next_epoch',
+)  # attributes with the number of the pass, the second of Mosaic's data sets
 _NODES = ('root', 'source', 'dataset')  # attributes by which a loader built of nodes has its nodes
 LISTS = ('datasets', 'pipeline')  # lists of parts: of torch's ConcatDataset, stages of webdataset
 # numbers of an owner as they were first seen, by the owner's id
@@ -52,8 +58,8 @@ def capture_loader_state(dl: Any) -> State:
         return state
     state['own'] = capture_own(dl)
     for path, owner in find_parts(dl):
-        if type(getattr(owner, 'epoch', None)) is int:
-            state['epochs'][path] = owner.epoch
+        if name := _find_epoch(owner):
+            state['epochs'][path] = getattr(owner, name)
         if _counts(owner):
             first, present = _read_numbers(owner)
             state['counts'][path] = {name: (first.get(name), n) for name, n in present.items()}
@@ -66,7 +72,7 @@ def restore_loader_state(
     with_loader: bool = False,  # restore a loader's own numbers, though it has `load_state_dict`
     is_loaded: bool = False,  # the loader's own state was loaded, with the states of its parts
 ) -> list[str]:  # names of generators that this loader lacks
-    """Restore a loader's state, except counts that were changed neither there nor here.
+    """Restore a loader's state, except counts that were changed neither there nor here and are not seeds.
 
     An epoch number is set by `set_epoch` if its owner has that method."""
     epochs = state.get('epochs', {})
@@ -80,23 +86,36 @@ def restore_loader_state(
     parts = [(path, owner) for path, owner in find_parts(dl) if not saves_itself(path, owner)]
     for path, owner in parts:
         epoch = epochs.get(path)
-        if epoch is None or epoch == getattr(owner, 'epoch', epoch):
+        name = _find_epoch(owner)
+        if epoch is None or name is None or epoch == getattr(owner, name):
             continue
         if hasattr(owner, 'set_epoch'):
             owner.set_epoch(epoch)
         else:
             with suppress(AttributeError):
-                owner.epoch = epoch  # a read-only property raises
+                setattr(owner, name, epoch)  # a read-only property raises
     for path, owner in parts:
         if path not in counts:
             continue
         first, present = _read_numbers(owner)
         for name, (saved_first, value) in counts[path].items():
-            if value != saved_first or present.get(name) != first.get(name):
+            is_changed = value != saved_first or present.get(name) != first.get(name)
+            if is_changed or name.endswith(_SEED):
                 owner.__dict__[name] = value
         for name in present.keys() - first.keys() - counts[path].keys():
             del owner.__dict__[name]  # the first pass makes it
     return restore_own(dl, state.get('own', {}))
+
+
+def drop_seeds(
+    state: Mapping[str, Any],  # return value of `capture_loader_state`
+) -> State:
+    "Return the state of a loader without seeds, for a rank that may have others than the rank that saved it."
+    counts = {
+        path: {name: value for name, value in numbers.items() if not name.endswith(_SEED)}
+        for path, numbers in state.get('counts', {}).items()
+    }
+    return {**state, 'counts': counts}
 
 
 def set_epochs(
@@ -138,10 +157,26 @@ def _list_inner(owner: Any) -> Iterator[tuple[str, Any]]:
     "Yield the attributes of a part that are parts, and the entries of its lists of parts."
     # a copy, since threads of a loader may set attributes
     for name, value in list(getattr(owner, '__dict__', {}).items()):
-        if name in _PARTS or isinstance(value, Sampler):
+        if name in _PARTS or isinstance(value, _KINDS):
             yield name, value
         elif name in LISTS and isinstance(value, (list, tuple)):
             yield from ((f'{name}.{i}', part) for i, part in enumerate(value))
+
+
+def has_lossy_state(dl: Any) -> bool:
+    "Return True for a loader of Hugging Face's data that shuffle in a buffer, which their state leaves out."
+    owners = [getattr(dl, 'dataset', dl)]
+    seen = set()
+    for owner in owners:  # grows during the loop
+        if id(owner) in seen or type(owner).__module__.partition('.')[0] != 'datasets':
+            continue
+        seen.add(id(owner))
+        attributes = getattr(owner, '__dict__', {})
+        if 'buffer_size' in attributes:
+            return True
+        for value in attributes.values():
+            owners += value if isinstance(value, list) else [value]
+    return False
 
 
 def find_out_of_order(dl: Any) -> list[str]:
@@ -158,6 +193,11 @@ def find_out_of_order(dl: Any) -> list[str]:
                 seen.add(id(part))
                 owners.append(part)
     return found
+
+
+def _find_epoch(owner: Any) -> str | None:
+    "Return the name of the attribute with the epoch number of a part, or None."
+    return next((name for name in _EPOCHS if type(getattr(owner, name, None)) is int), None)
 
 
 def _counts(owner: Any) -> bool:

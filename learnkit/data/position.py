@@ -38,6 +38,7 @@ from learnkit.data.last_batch import Digest, differs, digest_batch, hold_batch
 from learnkit.data.loader_state import (
     capture_loader_state,
     find_out_of_order,
+    has_lossy_state,
     restore_loader_state,
     set_epochs,
 )
@@ -45,6 +46,7 @@ from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
+    drop_started_pass,
     forget_workers,
     get_index_sampler,
     iterates_as_torch,
@@ -159,6 +161,7 @@ class LoaderPosition:
         if self.number is not None:
             set_epochs(_unshard(dl), self.number)
         self._workers_ran = self.workers > 0 and workers_run(dl)
+        drop_started_pass(dl)
         self.start = _capture(dl, with_global=True)
         if not _has_foreign_state(dl):
             return self._watch(iter(dl), 0)
@@ -360,7 +363,7 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif self._own_state.get('loader') is not None and not self._must_replay():
+            elif self._has_whole_state() and not self._must_replay():
                 return self._resume_by_state(n)
             else:
                 return self._replay(n)
@@ -368,6 +371,9 @@ class LoaderPosition:
             return batches
         finally:
             restore_rng(current)
+
+    def _has_whole_state(self) -> bool:
+        return self._own_state.get('loader') is not None and not has_lossy_state(self.dl)
 
     def _resume_by_state(self, n: int) -> Iterator[Any]:
         "Return the batches that remain after the loader's own state is loaded."
@@ -448,6 +454,7 @@ class LoaderPosition:
     def _replay(self, n: int) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
         dl = self.dl
+        drop_started_pass(dl)
         _restore(dl, self.start, self._lacks_state)
         if self.start is not None and 'loader' in self.start:
             dl.load_state_dict(deepcopy(self.start['loader']))

@@ -137,6 +137,15 @@ def end_workers(batches: Any) -> None:
         worker.terminate()
 
 
+def drop_started_pass(dl: Any) -> None:
+    """Make the next pass over accelerate's wrapper of a StatefulDataLoader start when it is iterated.
+
+    The wrapper starts the first pass when it is made, and draws its order then."""
+    inner: Any = getattr(dl, 'base_dataloader', None)
+    if hasattr(inner, 'load_state_dict') and not getattr(inner, 'persistent_workers', False):
+        inner.load_state_dict({})
+
+
 def forget_workers(dl: Any) -> None:
     "Make the next pass start new persistent workers, because the current ones may be dead."
     if getattr(dl, 'persistent_workers', False):

@@ -18,6 +18,7 @@ from learnkit.core.batch import count_samples, find_bs, size_func_of, slice_batc
 from learnkit.core.device import find_used_accelerator
 from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng, restore_rng
+from learnkit.data.loader_state import drop_seeds
 from learnkit.engine.microbatch import divide, weighted_loss
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
@@ -181,7 +182,11 @@ class SeveralProcesses(SingleProcess):
             resume = super().take_own_state(learn, resume)
             if world.data_rank:
                 # ranks must not draw the same random numbers
-                resume.state = {**resume.state, 'rng': capture_rng()}
+                resume.state = {
+                    **resume.state,
+                    'rng': capture_rng(),
+                    'position': _drop_seeds(resume.state.get('position')),
+                }
             return resume
         if world.is_first:
             return resume
@@ -195,6 +200,14 @@ class SeveralProcesses(SingleProcess):
         "Set the clock that all ranks share to the time of the checkpoint."
         share_generators(learn.world)
         learn.world.reset(clock=learn.parts.counters.seconds)
+
+
+def _drop_seeds(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    "Return a position in the data without the seeds of the loader."
+    if position is None:
+        return None
+    states = {name: position[name] and drop_seeds(position[name]) for name in ('start', 'now')}
+    return {**position, **states}
 
 
 def share_generators(world: Comm) -> None:

@@ -79,7 +79,7 @@ def total_loss(
     "Log the named parts of a loss, and return the part `loss`, or else the sum of all parts."
     if isinstance(getattr(parts, 'loss', None), Tensor):  # of nn.AdaptiveLogSoftmaxWithLoss
         return parts.loss
-    is_dict = isinstance(parts, Mapping) and bool(parts)
+    is_dict = isinstance(parts, Mapping) and bool(parts.keys())
     if not is_dict or not all(isinstance(part, Tensor) for part in parts.values()):
         name = getattr(learn.loss_func, '__name__', learn.loss_func)
         raise LossError(
@@ -91,7 +91,8 @@ def total_loss(
     for name, value in parts.items():
         if name != 'loss' and not learn.parts.closure.repeating:
             learn.log(f'train_{name}' if learn.training else name, value, weight)
-    total: Tensor = parts['loss'] if 'loss' in parts else sum(parts.values())
+    loss = parts.get('loss')
+    total: Tensor = sum(parts.values()) if loss is None else loss
     return total
 
 

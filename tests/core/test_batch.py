@@ -10,7 +10,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from learnkit import DataLoaders, Learner
 from learnkit.core.batch import (
+    BatchForm,
     apply_model,
     are_equal,
     concat,
@@ -23,6 +25,7 @@ from learnkit.core.batch import (
     unpack_output,
 )
 from learnkit.core.errors import BatchError
+from tests.helpers.rows import Rows
 
 META = torch.device('meta')  # a second device that every machine has
 
@@ -405,3 +408,58 @@ def test_describe(batch: Any, text: str) -> None:
 )
 def test_equal_batches(a: Any, b: Any, expected: bool) -> None:
     assert are_equal(a, b, others=True) is expected
+
+
+# mappings of rows
+
+
+def make_rows(n: int = 5) -> Rows:
+    return Rows(x=torch.arange(2.0 * n).reshape(n, 2), y=torch.arange(1.0 * n)[:, None])
+
+
+def test_a_mapping_of_rows_is_handled_as_a_dict() -> None:
+    rows = make_rows()
+    assert split_batch(rows) == ((rows,), (rows['y'],))
+    assert BatchForm(targets=('x',)).split(rows) == ((rows,), (rows['x'],))
+    assert find_bs(rows) == 5
+    assert describe(rows) == "{'x': Tensor[5, 2] float32, 'y': Tensor[5, 1] float32}"
+    assert to_device(rows, META)['x'].device == to_device(rows, META)['y'].device == META
+    assert are_equal(rows, make_rows()) and not are_equal(rows, make_rows(4))
+    graph = Rows(x=torch.ones(2, requires_grad=True))
+    detached = to_detach(graph)
+    assert type(detached) is Rows and not detached['x'].requires_grad and graph['x'].requires_grad
+    assert unpack_output(rows) == (rows, None)
+    assert unpack_output(Rows(loss=rows['y'], logits=rows['x']))[0] is rows['x']
+
+
+def test_a_mapping_of_rows_is_cut_and_joined() -> None:
+    rows = make_rows()
+    parts = microbatches((rows,), (rows['y'],), 3)
+    assert [len(xb[0]) for xb, _ in parts] == [3, 2]
+    joined = concat([xb[0] for xb, _ in parts])
+    assert type(joined) is dict and are_equal(joined, dict(rows.items()))
+
+
+def test_training_on_a_mapping_of_rows_equals_dicts() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x)
+            return out
+
+    def train(batches: list[Any], **options: Any) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        dls = DataLoaders(batches, batches, device='cpu')
+        learn = Learner(dls, Model(), nn.MSELoss(), lr=1e-3, **options)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(2)
+        return learn.model.layer.weight.flatten().tolist(), learn.get_preds()
+
+    rows = [make_rows(), make_rows(4)]
+    expected = train([dict(batch.items()) for batch in rows])
+    assert are_equal(train(rows), expected)
+    weights = train(rows, microbatch=3)[0]
+    assert weights == pytest.approx(expected[0], rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import (
 )
 
 from learnkit import TensorLoader
-from learnkit.data.loader_state import capture_loader_state, restore_loader_state
+from learnkit.data.loader_state import capture_loader_state, drop_seeds, restore_loader_state
 
 
 class Rotating(Sampler[int]):
@@ -56,6 +57,26 @@ class Pipeline(IterableDataset[int]):
         return iter(source)
 
 
+class Shared(IterableDataset[int]):
+    "A stream that keeps the number of its next pass in shared memory, as Mosaic's data sets."
+
+    def __init__(self) -> None:
+        self._next_epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def next_epoch(self) -> int:
+        return int(self._next_epoch)
+
+    @next_epoch.setter
+    def next_epoch(self, epoch: int) -> None:
+        self._next_epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.next_epoch
+        self.next_epoch = epoch + 1
+        return iter(Random(epoch).sample(range(9), 9))
+
+
 class Counting(Dataset[int]):
     "A data set whose samples depend on the number of reads."
 
@@ -70,11 +91,37 @@ class Counting(Dataset[int]):
         return 10 * i + self.n_reads
 
 
+class Holding:
+    "A loader that holds another one in an attribute."
+
+    def __init__(self, source: DataLoader[int]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+
+class Seeded(Sampler[int]):
+    "Shuffles in the same order each time."
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Random(self.seed).sample(range(5), 5))
+
+
+SEEDS = count()  # another one for each sampler
+
+
 @pytest.mark.parametrize(
     'make',
     [
         lambda: DataLoader(range(5), sampler=Rotating()),
         lambda: DataLoader(Pipeline(), 3),
+        lambda: DataLoader(Shared(), 3),
+        lambda: Holding(DataLoader(range(5), sampler=Rotating())),
+        lambda: DataLoader(range(5), sampler=Seeded(next(SEEDS))),
         lambda: DataLoader(ConcatDataset([Counting(), Counting()]), 2),
         lambda: DataLoader(range(5), shuffle=True, generator=torch.Generator()),
         lambda: DataLoader(range(5), sampler=DistributedSampler(range(5), 2, 0)),
@@ -91,3 +138,11 @@ def test_the_next_pass_is_as_of_the_saved_loader(make: Callable[[], Any], tmp_pa
     expected = repr(list(dl))
     assert restore_loader_state(other, torch.load(tmp_path / 'a.pt')) == []
     assert repr(list(other)) == expected
+
+
+def test_another_rank_keeps_its_seed() -> None:
+    dl, other = (DataLoader(range(5), sampler=Seeded(seed)) for seed in (1, 2))
+    restore_loader_state(other, drop_seeds(capture_loader_state(dl)))
+    assert list(other.sampler) == Random(2).sample(range(5), 5)
+    restore_loader_state(other, capture_loader_state(dl))
+    assert list(other.sampler) == Random(1).sample(range(5), 5)

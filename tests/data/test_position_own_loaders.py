@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, SequentialSampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from tests.helpers import own_loaders as own
 from tests.helpers.forks import start
@@ -81,6 +82,43 @@ def test_the_state_of_a_data_set_in_a_stateful_loader(n: int, tmp_path: Path) ->
     assert killed.is_exact(whole) and not killed.warnings
     drawn = [i for batch in whole.ids for i in batch]
     assert drawn == [i for epoch in range(own.N_EPOCH) for i in own.order_of(epoch)]
+
+
+@pytest.mark.parametrize('sampler', [RandomSampler, lambda data: own.SeededWhenMade()])
+@pytest.mark.parametrize('is_stateful', [False, True])
+@pytest.mark.parametrize('n', PLACES)
+def test_a_wrapper_of_a_loader(sampler: Any, is_stateful: bool, n: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        data = own.Plain()
+        batches = BatchSampler(sampler(data), own.BS, drop_last=False)
+        if not is_stateful:
+            return own.Adapter(DataLoader(data, batch_sampler=batches))
+        torchdata = pytest.importorskip('torchdata.stateful_dataloader')
+        return own.Adapter(torchdata.StatefulDataLoader(data, batch_sampler=batches))
+
+    whole, killed = train(make, tmp_path / 'whole'), train(make, tmp_path / 'killed', (n,))
+    assert killed.is_exact(whole) and not whole.warnings and not killed.warnings
+    epochs = torch.tensor(whole.ids).reshape(own.N_EPOCH, own.N).tolist()
+    assert [sorted(ids) for ids in epochs] == [list(range(own.N))] * own.N_EPOCH
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize('n', [5, pytest.param(21, marks=pytest.mark.full)])
+def test_a_shuffle_buffer_that_the_state_leaves_out(n: int, tmp_path: Path) -> None:
+    torchdata = pytest.importorskip('torchdata.stateful_dataloader')
+    datasets = pytest.importorskip('datasets')
+
+    def collate(rows: Any) -> Any:
+        return own.batch_of([row['id'] for row in rows])
+
+    def make() -> Any:
+        data = datasets.Dataset.from_dict({'id': list(range(own.N))}).to_iterable_dataset()
+        shuffled = data.shuffle(seed=3, buffer_size=20).map(dict)
+        return torchdata.StatefulDataLoader(shuffled, own.BS, collate_fn=collate)
+
+    whole, killed = train(make, tmp_path / 'whole'), train(make, tmp_path / 'killed', (n,))
+    assert killed.is_exact(whole) and not killed.warnings
+    assert len(whole.ids) == own.N_EPOCH * N_BATCHES
 
 
 def test_epochs_of_another_length_after_a_resume_are_named(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Run:
         return (self.ids, self.weights, self.history) == (other.ids, other.weights, other.history)
 
 
-def make_learner(dl: Any, folder: Path, cbs: list[Any]) -> Learner:
+def make_learner(dl: Any, folder: Path, every: str, cbs: list[Any]) -> Learner:
     "Return a Learner with dropout and Adam, whose weights are the same in each process."
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
@@ -87,7 +87,7 @@ def make_learner(dl: Any, folder: Path, cbs: list[Any]) -> Learner:
         nn.MSELoss(),
         opt_func=torch.optim.Adam,
         lr=0.01,
-        cbs=[Checkpoint('1ba', folder, preemption=False, background=False), *cbs],
+        cbs=[Checkpoint(every, folder, preemption=False, background=False), *cbs],
     )
 
 
@@ -100,13 +100,14 @@ def live(
         [int], None
     ],  # f(n): called before each batch with the number of batches trained on
     cbs: Sequence[Callback] = (),
+    every: str = '1ba',  # when a checkpoint is taken
 ) -> None:
     "Train or resume in new objects, with other states of the generators in each life."
     scramble(seed)
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', "'set_vital' is deprecated")  # torchdata's own affair
         dl = make()
-    learn = make_learner(dl, folder, [Watch(run.ids, kill), *cbs])
+    learn = make_learner(dl, folder, every, [Watch(run.ids, kill), *cbs])
     scramble(50 + seed)
     with warnings.catch_warnings(record=True) as caught, learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
@@ -130,7 +131,8 @@ def train(make: Callable[[], Any], folder: Path, kills: tuple[int, ...] = ()) ->
             if n_drawn == n:
                 raise Killed
 
-        live(run, make, folder, life, kill)
+        # of most lives, the only checkpoint is the one before the kill
+        live(run, make, folder, life, kill, every=f'{n or N_BATCHES}ba')
         if run.error:
             break
     return run
@@ -459,6 +461,56 @@ class Ordered(Dataset[Any]):
 
     def __getitem__(self, i: int) -> Any:
         return X[i] + 0.1 * torch.rand(6), torch.tensor([float(i)])
+
+
+class SeededWhenMade(Sampler[int]):
+    "Shuffles by its epoch, and by a seed that it draws when it is made, as accelerate's seedable sampler."
+
+    def __init__(self) -> None:
+        self.initial_seed, self.epoch = int(torch.randint(100, ())), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from order_of(self.epoch, self.initial_seed)
+        self.epoch += 1
+
+
+class Adapter:
+    "Takes the class of the loader that it wraps, and reads its state when it is made, as accelerate's wrapper."
+
+    def __init__(self, inner: Any) -> None:
+        self.base_dataloader = inner
+        self.state = inner.state_dict() if hasattr(inner, 'state_dict') else None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.base_dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == 'base_dataloader':
+            raise AttributeError
+        return getattr(self.base_dataloader, name)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.base_dataloader
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base_dataloader.load_state_dict(state)
+
+
+class Plain(Ordered):
+    "Samples without noise."
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i], torch.tensor([float(i)])
 
 
 class Endless(Sampler[list[int]]):

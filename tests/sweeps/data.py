@@ -49,6 +49,14 @@ KILLS = (5, 21, 32)  # training batches before the kill
 TIMEOUT_S = 120
 SEVERITY = (EXACT, REPLAYED, WARNED, REFUSED, BROKEN, WRONG)
 TYPED = {name for name, value in vars(errors).items() if isinstance(value, type)}
+# by a part of a message: what the table says of it
+CLAUSES = {
+    'when it repeats the epoch': 'at the resume: the repeated epoch has other batches',
+    'no checkpoint holds': 'at the first checkpoint: {} has changed, and is not saved',
+    'persistent workers run on': 'at a checkpoint: the generators of persistent workers run on',
+    'in_order=False': 'at the first checkpoint: `in_order=False`',
+    'and each epoch before': 'after the resume: an epoch has another number of batches',
+}
 Result = dict[str, Any]
 
 
@@ -79,7 +87,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
 
 
-def train(subject: Subject, folder: Path, data: Path) -> Result:
+def train(subject: Subject, folder: Path, data: Path, n_epoch: int) -> Result:
     "Train, or resume from the folder's newest checkpoint; return what was trained on, and what became of it."
     resumes = any(folder.glob('*.ckpt'))
     scramble(1000 if resumes else 0)
@@ -97,7 +105,7 @@ def train(subject: Subject, folder: Path, data: Path) -> Result:
     cbs = [Reader(reading.read, record), Checkpoint('1ba', folder, background=False)]
     learn = Learner(dls, make_model(), nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.01, cbs=cbs)
     with learn.no_logging(), learn.no_bar():
-        learn.fit(N_EPOCH, resume=True)
+        learn.fit(n_epoch, resume=True)
     history = [{k: v for k, v in row.items() if k not in ('time', 'fit')} for row in learn.history]
     return {
         'batches': batches,
@@ -125,10 +133,12 @@ def _count_fetched(path: Path) -> int:
 # -- in the process that compares ------------------------------------------------------------------
 
 
-def judge(subject: Subject, folder: Path, kills: tuple[int, ...] = KILLS) -> Verdict:
+def judge(
+    subject: Subject, folder: Path, kills: tuple[int, ...] = KILLS, n_epoch: int = N_EPOCH
+) -> Verdict:
     "Train without a stop, kill and resume at each of `kills`, and return the verdict."
     began = time.monotonic()
-    verdict, note = _judge(subject, folder, kills)
+    verdict, note = _judge(subject, folder, kills, n_epoch)
     seconds = time.monotonic() - began
     print(f'{verdict:14} {subject.name} ({seconds:.0f} s) {note}', flush=True)
     return Verdict(
@@ -136,9 +146,9 @@ def judge(subject: Subject, folder: Path, kills: tuple[int, ...] = KILLS) -> Ver
     )
 
 
-def _judge(subject: Subject, folder: Path, kills: tuple[int, ...]) -> tuple[str, str]:
+def _judge(subject: Subject, folder: Path, kills: tuple[int, ...], n_epoch: int) -> tuple[str, str]:
     "Return the worst verdict of all kills, with what it is based on."
-    run = partial(_run, subject, data=folder / 'data')
+    run = partial(_run, subject, data=folder / 'data', n_epoch=n_epoch)
     try:
         straight = run(folder=folder / 'straight')
     except HarnessError as e:
@@ -148,8 +158,9 @@ def _judge(subject: Subject, folder: Path, kills: tuple[int, ...]) -> tuple[str,
     notes = [note for kind, note in outcomes if kind == verdict and note]
     if verdict in (WRONG, BROKEN, WARNED):
         again = run(folder=folder / 'again')
-        if lines := compare(straight, again, 0):
-            return UNREPEATABLE, ', '.join(lines) if verdict == WRONG else notes[0]
+        if compare(straight, again, 0):
+            warned = [note for kind, note in outcomes if kind == WARNED]
+            return UNREPEATABLE, warned[0] if warned else ''
     return verdict, '; '.join(notes) if verdict == WRONG else ''.join(notes[:1])
 
 
@@ -164,7 +175,7 @@ def _judge_kill(
         error = _find_error(e)
         return (REFUSED if error.partition(':')[0] in TYPED else BROKEN), error
     texts = _read_warnings(folder)
-    note = shorten(texts[-1]) if texts else ''
+    note = summarize(texts[-1]) if texts else ''
     if lines := compare(straight, resumed, n):
         print(f'  {folder.name}: {", ".join(lines)}')
         return (WARNED, note) if texts else (WRONG, f'after {n} batches {", ".join(lines)}')
@@ -173,11 +184,22 @@ def _judge_kill(
     return (REPLAYED if is_replayed else EXACT), note
 
 
-def _run(subject: Subject, folder: Path, data: Path, kill: int | None = None) -> Result:
+def summarize(text: str) -> str:
+    "Return a short clause of a warning."
+    for part, clause in CLAUSES.items():
+        if part in text:
+            names = re.findall(r'training loader\.([\w.]+)', text)
+            return clause.format(', '.join(f'`{name}`' for name in names[:2]))
+    return shorten(text)
+
+
+def _run(
+    subject: Subject, folder: Path, data: Path, n_epoch: int, kill: int | None = None
+) -> Result:
     "Train in a forked process, which is killed before batch `kill`; raise `HarnessError` if it fails by itself."
     folder.mkdir(parents=True, exist_ok=True)
     planned = None if kill is None else Planned('batch', kill + 1, signal.SIGKILL, group=True)
-    with start(partial(train, subject, folder, data), planned) as child:
+    with start(partial(train, subject, folder, data, n_epoch), planned) as child:
         code = child.wait(TIMEOUT_S)
         if code != (0 if kill is None else -signal.SIGKILL):
             raise child.error(f'ended with {code}')

@@ -791,6 +791,11 @@ def build_tensordict(folder: Path) -> Any:
     return DataLoader(make_tensordict(), BS, shuffle=True, collate_fn=to_dict)
 
 
+@loader('tensordict', 'TensorDict as the batch')
+def build_tensordict_batches(folder: Path) -> Any:
+    return DataLoader(make_tensordict(), BS, shuffle=True, collate_fn=note_fetched)
+
+
 @loader('tensordict', 'memory-mapped TensorDict in a DataLoader')
 def build_tensordict_mapped(folder: Path) -> Any:
     from tensordict import TensorDict

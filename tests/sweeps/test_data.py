@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.libraries import skip_if_absent
-from tests.sweeps.data import compare, judge
+from tests.sweeps.data import compare, judge, summarize
 from tests.sweeps.loaders import BS, IDS, N_BATCH, load_loaders, read_dict
 from tests.sweeps.verdicts import (
     EXACT,
@@ -35,13 +35,13 @@ LOADERS = {loader.name: loader for loader in load_loaders()}
         ('own: a state, and an `__iter__` that is a generator', 5, EXACT),
         ('own: an order from a generator in a closure', 21, WARNED),
         ('own: an order without a seed', 5, UNREPEATABLE),
-        ('torchdata: StatefulDataLoader, stream with a state', 32, EXACT),
+        ('torchdata: StatefulDataLoader, stream with a state', 21, EXACT),
     ],
 )
 def test_verdict(name: str, kill: int, verdict: str, tmp_path: Path) -> None:
     loader = LOADERS[name]
     skip_if_absent(loader.library)
-    found = judge(loader, tmp_path, kills=(kill,))
+    found = judge(loader, tmp_path, kills=(kill,), n_epoch=1 + kill // N_BATCH)
     assert (found.verdict, found.title) == (verdict, loader.title), found.note
 
 
@@ -89,6 +89,12 @@ def test_write_between_keeps_the_rest(tmp_path: Path) -> None:
     assert page.read_text('utf-8') == 'before\n<!-- a -->\nnew\n<!-- b -->\nafter\n'
     with pytest.raises(ValueError, match='<!-- c -->'):
         write_between(page, '<!-- a -->', '<!-- c -->', 'new')
+
+
+def test_summarize() -> None:
+    lost = 'has changed, and no checkpoint holds: training loader.heads: harmless'
+    assert summarize(lost) == 'at the first checkpoint: `heads` has changed, and is not saved'
+    assert summarize('First | one.\nSecond one.') == 'First / one'
 
 
 def test_shorten() -> None:
