@@ -240,20 +240,25 @@ def test_a_run_of_two_processes_in_one(tmp_path: Path) -> None:
         learn.model[2].p = 0.0  # dropout draws for each process
         return learn
 
+    class Keep(Callback):
+        run_valid = False
+        order = -100
+
+        def __init__(self) -> None:
+            self.states: dict[int, dict[str, Any]] = {}
+
+        def before_batch(self) -> None:
+            self.states[self.learn.time.ba] = deepcopy(dict(self.learn.model.state_dict()))
+
     def job(rank: int) -> Any:
-        states: dict[int, dict[str, Any]] = {}
-
-        def keep(cb: Any) -> None:
-            states[cb.learn.time.ba] = deepcopy(cb.learn.model.state_dict())
-
-        learn = make_exact(Callback(before_batch=keep, run_valid=False, order=-100))
+        learn = make_exact(keep := Keep())
         with learn.no_bar(), learn.distributed('ddp', batch_size='global'):
             learn.fit(EPOCHS)
-        return states, learn.recorder.smooth_loss.raw
+        return keep.states, learn.recorder.smooth_loss.raw
 
     (states, losses), _ = run_ranks(job, 2)
     with pytest.warns(UserWarning, match='of 2 processes'):
-        moment = make_exact(Callback()).rewind('13ba')
+        moment = make_exact(Keep()).rewind('13ba')
     for name, value in moment.learn.model.state_dict().items():
         assert torch.allclose(value, states[13][name], atol=1e-6, rtol=0)
     assert moment.step() == pytest.approx(losses[13], rel=1e-5)
