@@ -27,6 +27,7 @@ import numpy as np
 from fastcore.foundation import L
 from torch import Tensor, nn
 
+from learnkit.comm.dtensor import local_shard
 from learnkit.core.batch import map_tensors
 from learnkit.core.plain import ATOMS, is_dense, own_attributes
 from learnkit.core.random import MODULE_INTERNALS, capture_generator, state_setter
@@ -317,4 +318,5 @@ def _digest_generator(generator: Any) -> Mark:
 
 
 def _address(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr() if is_dense(t) else 0
+    "Return the address of a tensor's values on this rank, or 0 if it has none."
+    return local_shard(t).untyped_storage().data_ptr() if is_dense(t) else 0
