@@ -260,10 +260,15 @@ def check_files(
     shards = state.get('parts', {'files': {}})['files']
     for suffix, files in ((PARTS, shards), (OWN_FILES, state.get('files', {}))):
         folder = path.with_suffix(suffix)
+        if files and not folder.is_dir():
+            what = f'the folder {folder.name} next to it is missing. Copy the folder together with the file'
+            raise damaged_error(path, what)
         for name, (size, digest) in files.items():
             file = folder / name
             if not file_has_size(file, size) or describe_file(file)[1] != digest:
-                what = f'{folder.name}/{ascii(name)[:80]} is missing, or its bytes have changed'
+                what = (
+                    f'{ascii(f"{folder.name}/{name}")[:120]} is missing, or its bytes have changed'
+                )
                 raise damaged_error(path, what)
 
 

@@ -35,11 +35,13 @@ from learnkit.core.validation import warn_user
 # what a store raises in the thread that trains; the libraries' errors have no common base class, and the cancellation
 # of one of their requests is not an `Exception`. In the thread of uploads nothing else can be meant by any exception.
 STORE_ERRORS = (Exception, asyncio.CancelledError)
-# answers of a store that no waiting changes: no such bucket, no access, invalid options, a missing library
+# answers of a store that no waiting changes: no such bucket, no access, a file in place of the folder, invalid
+# options, a missing library
 REFUSALS = (
     FileNotFoundError,
     PermissionError,
     NotADirectoryError,
+    FileExistsError,
     ValueError,
     TypeError,
     ImportError,
@@ -269,7 +271,7 @@ class Uploader:
     _is_ending: bool = False  # whether the thread ends when nothing is missing
     _closed: threading.Event = field(default_factory=threading.Event)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _thread: threading.Thread = field(init=False)
+    _thread: threading.Thread | None = None  # None: the store has refused access
 
     def start(self, kept: Iterable[Entry]) -> None:
         """Look up what the store has, and begin to upload what the run has kept so far.
@@ -307,6 +309,8 @@ class Uploader:
 
         A slow upload is waited for by calling the method again.
         """
+        if self._thread is None:
+            return True
         self._end()
         self._thread.join(WAIT_S)
         is_failing = self._failures > 0 and self._reading is None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,10 +44,20 @@ class FileTensor(Tensor):
         return self.read().numpy()
 
 
-def read_values(t: Tensor) -> Tensor:
-    """Return a tensor with values: a new one for a `FileTensor`, otherwise the same.
+def read_values(value: Any) -> Any:
+    """Return a value with a new tensor for each `FileTensor` in nested dicts, lists and tuples.
+
+    Other tensors are returned as they are.
 
     >>> read_values(torch.ones(1))
     tensor([1.])
+    >>> read_values({'mean': (FileTensor.make(torch.empty(1), lambda: torch.ones(1)), 3)})
+    {'mean': (tensor([1.]), 3)}
     """
-    return t.clone() if isinstance(t, FileTensor) else t
+    if isinstance(value, FileTensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {name: read_values(entry) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(read_values(entry) for entry in value)
+    return value

@@ -249,9 +249,7 @@ class LoaderPosition:
             'all in an epoch that is resumed. Exact: in_order=True.'
             for kind in find_out_of_order(_unshard(dl))
         ]
-        if not _has_index_lists(dl):
-            return lost
-        if dl.persistent_workers:
+        if iterates_as_torch(dl) and dl.persistent_workers:
             lost.append(
                 'The random generators of persistent workers run on from epoch to epoch and cannot be restored: '
                 'random samples will differ after a resume. Exact: persistent_workers=False.'

@@ -188,12 +188,13 @@ def load_single(
 ) -> None:
     "Load a state in torch's layout into one optimizer."
     own = o.param_groups
-    groups = state['param_groups']
+    groups = read_values(state['param_groups'])
     params: dict[Any, Any] = {}
     for group, saved in zip(own, groups, strict=True):
         params.update(zip(saved['params'], group['params'], strict=True))
     # torch keeps references to the tensors that it gets
-    copied = {i: adapt_state(s, params.get(i), copy) for i, s in state['state'].items()}
+    copies: dict[int, Tensor] = {}
+    copied = {i: adapt_state(s, params.get(i), copy, copies) for i, s in state['state'].items()}
     # an optimizer may add entries to its state dict
     added = {k: v for k, v in state.items() if k not in ('state', 'param_groups')}
     merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
@@ -256,13 +257,22 @@ def restore_value(
     return rebuild(loaded, [restore_value(a, b, dtype, is_torch) for a, b in pairs])
 
 
-def adapt_state(state: Any, p: Any, copy: bool) -> Any:
-    "Return a copy of a parameter's state, sharded if the parameter is; without `copy`, of its containers alone."
+def adapt_state(
+    state: Any,
+    p: Any,  # the parameter
+    copy: bool,  # False: only containers are copied, and tensors in a file are read
+    copies: dict[int, Tensor],  # copies by the ids of their originals; new ones are added
+) -> Any:
+    "Return a copy of a parameter's state, sharded if the parameter is. Entries that share a tensor share its copy."
 
     def adapt(t: Tensor) -> Any:
         if is_dtensor(p) and t.shape == p.shape:
             return distribute_like(read_values(t), p)
-        return t.clone() if copy or isinstance(t, FileTensor) else t
+        if not copy and not isinstance(t, FileTensor):
+            return t
+        if id(t) not in copies:
+            copies[id(t)] = t.clone()
+        return copies[id(t)]
 
     return copy_value(state, adapt)
 

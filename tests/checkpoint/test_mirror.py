@@ -470,6 +470,7 @@ class NoCredentialsError(Exception):
         FileNotFoundError('The specified bucket does not exist'),
         PermissionError('Access Denied'),
         NoCredentialsError('Unable to locate credentials'),
+        FileExistsError(17, 'File exists'),
         ValueError('Must provide either a connection_string or account_name'),
     ],
 )
@@ -483,8 +484,11 @@ def test_a_store_that_refuses_is_an_error_before_training(
     monkeypatch.setattr(MemoryFileSystem, 'pipe_file', refuse)
     batches: list[int] = []
     watch = Callback(before_batch=lambda cb: batches.append(1))
-    with pytest.raises(CheckpointError, match=f'mirror={URL!r} cannot be .*{type(error).__name__}'):
+    with pytest.raises(
+        CheckpointError, match=f'mirror={URL!r} cannot be .*{type(error).__name__}'
+    ) as e:
         fit(tmp_path, 2, resume=resume, cbs=[watch])
+    assert [note for note in getattr(e.value, '__notes__', []) if 'and then' in note] == []
     assert batches == [] and local(tmp_path) == []
     monkeypatch.undo()
     fit(tmp_path, 1, mirror=None)  # nothing stays locked

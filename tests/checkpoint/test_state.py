@@ -237,6 +237,65 @@ def test_large_tensors_are_read_when_they_are_loaded(
     assert differences(state['optimizer'], end['optimizer']) == []
 
 
+class Averaged(nn.Linear):
+    "Linear layer with a tensor in its extra state."
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.average = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.training:
+            self.average = self.average.lerp(out.detach().mean(0), 0.1)
+        return out + self.average
+
+    def get_extra_state(self) -> Any:
+        return {'averages': [self.average]}
+
+    def set_extra_state(self, state: Any) -> None:
+        (self.average,) = state['averages']
+
+
+class Shared(torch.optim.SGD):
+    "SGD that scales by a tensor of its group, and whose states share a tensor."
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.param_groups[0]['scales'] = [torch.ones(3)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        shared = None
+        for p in group['params']:
+            shared = self.state[p].setdefault('sum', torch.zeros(3) if shared is None else shared)
+            self.state[p].setdefault('same', shared).add_(p.grad.mean())
+            p.sub_(group['lr'] * (p.grad + shared.mean() * group['scales'][0].mean()))
+        group['scales'][0].mul_(0.9)
+
+
+def test_nested_and_shared_tensors_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Extra state, options and shared states of an optimizer equal an uninterrupted run, for large tensors too."
+
+    def build() -> Learner:
+        torch.manual_seed(0)
+        data = dls()
+        model = Averaged()
+        cbs = Checkpoint('3ba', tmp_path, keep_last=None)
+        return Learner(data, model, nn.CrossEntropyLoss(), opt_func=Shared, cbs=cbs, lr=0.05)
+
+    monkeypatch.setattr(file, 'MIN_DEFERRED', 9)
+    learn = build()
+    learn.fit(2)
+    end = learn.checkpoint_state()
+    learn = build()
+    learn.fit(2, resume=next(e.path for e in entries(tmp_path) if e.info['ba'] == 3))
+    assert differences(end, learn.checkpoint_state()) == []
+
+
 @pytest.mark.parametrize('change', ['cut', 'removed', 'replaced'])
 def test_a_file_that_changes_before_it_is_loaded_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from learnkit import TensorLoader
 from learnkit.core.errors import CheckpointError, OptionError
@@ -161,6 +161,18 @@ def test_persistent_workers_with_random_samples() -> None:
     position = LoaderPosition(make(1))
     position.begin()
     (lost,) = position.describe_lost_state(3)
+    assert 'persistent_workers=False' in lost
+
+
+def test_persistent_workers_of_an_iterable_data_set() -> None:
+    class Noise(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.randn(2) for _ in range(8))
+
+    dl = DataLoader(Noise(), 2, num_workers=1, persistent_workers=True)
+    position = LoaderPosition(dl)
+    next(position.begin())
+    (lost,) = position.describe_lost_state(1)
     assert 'persistent_workers=False' in lost
 
 

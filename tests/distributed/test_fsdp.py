@@ -17,6 +17,7 @@ from learnkit import (
     MixedPrecision,
     OptimizerMonitor,
 )
+from learnkit.callbacks import Checkpoint
 from learnkit.callbacks.training import ChannelsLast, GradientValueClip
 from learnkit.checkpoint.compare import learn_state
 from learnkit.checkpoint.digest import digest
@@ -295,3 +296,15 @@ def test_the_shards_of_a_failed_rank_are_lost():
 def test_a_wrapped_model_is_refused():
     with pytest.raises(ModelError, match='not DataParallel'):
         check_can_be_sharded(learner(lambda: nn.DataParallel(nn.Linear(5, 1))))
+
+
+def test_fits_with_a_rehearsed_checkpoint(tmp_path):
+    def job(rank):
+        learn = learner(n=32, path=tmp_path, cbs=Checkpoint('1ba'))
+        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
+            learn.fit(1)
+            learn.fit(1)
+        return float(learn.final_record[0])
+
+    losses = run_ranks(job)
+    assert losses[0] == losses[1]
