@@ -164,6 +164,7 @@ class Checkpoint(Callback):
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: dict[str, str] = {}  # digests of the frozen weights, by name
         self._inventory: Inventory | None = None  # what the first checkpoint is compared with
+        self._begins = False  # whether a fit has begun, and its first epoch has not
         self._lost: list[str] = []  # what the rehearsal has warned of
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -204,9 +205,18 @@ class Checkpoint(Callback):
         self._value = self._measured_at = None
         self._best_values = []
         self._begin_trainable()
-        self._inventory = take_inventory(learn) if self.rehearse else None
+        self._inventory = None
+        self._begins = True
         if self.preemption:
             self._stop_request.install(learn.dls)
+
+    def before_train(self) -> None:
+        """Note in the first epoch what the first checkpoint is compared with.
+
+        A resumed run fires the events up to here too, and they set the same again."""
+        if self._begins and self.learn.fitting:
+            self._begins = False
+            self._inventory = take_inventory(self.learn) if self.rehearse else None
 
     def _begin_trainable(self) -> None:
         "Note the parameters that this fit trains. Raises `OptionError` for a sharded model."

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from learnkit import EMA, Adam, Callback, Checkpoint, DataLoaders, GradientClip, Learner
 from learnkit.checkpoint.fingerprint import UNREADABLE, Fingerprints
+from learnkit.checkpoint.rehearsal import find_lost, take_inventory
+from learnkit.distributed.shards import shard
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import quiet
 
@@ -57,6 +59,15 @@ class Saves(Counts):
 
     def set_extra_state(self, state: Any) -> None:
         self.calls = state
+
+
+class KeepsMask(Model):
+    "Keeps its output, and a mask, which could be a running average as well."
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out = self.net(x)
+        self.mask = torch.ones(1)
+        return self.out
 
 
 class Hooked(Model):
@@ -253,6 +264,38 @@ def test_fingerprints_see_changes_in_place() -> None:
     changed = [Fingerprints().mark(value) != old for value, old in zip(values, before, strict=True)]
     # `.data` has a version of its own, and an iterator cannot be read
     assert changed == [True] * 4 + [False, False] and before[-1] == UNREADABLE
+
+
+def test_a_tensor_that_each_forward_pass_sets_is_named_as_perhaps_harmless() -> None:
+    learn = quiet(synth_learner(model=KeepsMask()))
+    (line,) = learn.check_resume(n_batches=2).lost
+    assert line.startswith('model.mask: harmless if each forward pass computes it again')
+
+
+def test_a_sampler_within_a_shard_is_listed_once() -> None:
+    "The index sampler of a shard's loader contains the user's sampler, whose passes are counted."
+    passes: list[int] = []
+    learn = quiet(synth_learner())
+    for sampler in (OwnOrder(), OwnOrder(passes)):
+        learn.dls.train = shard(DataLoader(Rows(), 2, sampler=sampler), 0, 2)
+        before = take_inventory(learn)
+        list(learn.dls.train)
+        lines = find_lost(before, take_inventory(learn))
+        names = [line.split(':')[0] for line in lines]
+        assert names == (['sampler.passes'] if sampler.passes else [])
+
+
+def test_long_containers_are_compared_by_identity_and_length() -> None:
+    "An index of a million samples does not slow down a fit's start: its entries are not read."
+    rows: list[Any] = [iter([])] * 100_001  # iterators cannot be read
+    nested = {'train': {'rows': rows}}
+    for container in (rows, nested, tuple(rows), dict.fromkeys(range(100_001), rows[0])):
+        mark = Fingerprints().mark(container)
+        assert Fingerprints().mark(container) == mark != UNREADABLE
+    before = [Fingerprints().mark(rows), Fingerprints().mark(nested)]
+    rows.append(rows[0])
+    after = [Fingerprints().mark(rows), Fingerprints().mark(nested)]
+    assert before[0] != after[0] and before[1] != after[1]
 
 
 def test_a_new_list_without_entries_is_not_named(tmp_path: Path) -> None:
