@@ -33,7 +33,13 @@ from learnkit.checkpoint.folder import (
 )
 from learnkit.checkpoint.host import HostMemory, view_on_host
 from learnkit.checkpoint.mirror import Mirror, Uploader
-from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
+from learnkit.checkpoint.rehearsal import (
+    SUMMARY,
+    Inventory,
+    find_lost,
+    note_computed,
+    take_inventory,
+)
 from learnkit.checkpoint.state import collect_state
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.comm.dtensor import mesh_of
@@ -217,6 +223,11 @@ class Checkpoint(Callback):
         if self._begins and self.learn.fitting:
             self._begins = False
             self._inventory = take_inventory(self.learn) if self.rehearse else None
+
+    def before_validate(self) -> None:
+        "Note the results of training, which evaluation computes without a graph."
+        if self._inventory is not None:
+            self._inventory = note_computed(self._inventory, take_inventory(self.learn))
 
     def _begin_trainable(self) -> None:
         "Note the parameters that this fit trains. Raises `OptionError` for a sharded model."

@@ -103,9 +103,14 @@ def find_lost(before: Inventory, now: Inventory) -> list[str]:
     return lost
 
 
+def note_computed(before: Inventory, now: Inventory) -> Inventory:
+    "Return an inventory in which the results of the latest forward pass, which have a graph now, are marked as such."
+    return before | {name: entry for name, entry in now.items() if entry[0] == COMPUTED}
+
+
 def _is_made_again(name: str, first: Mark, now: Mark, fix: str, before: Inventory) -> bool:
     "Return True for a changed attribute that a resumed run makes by itself."
-    if now == COMPUTED or before.get(name.rpartition('.')[0], _ABSENT)[0] == _LAZY:
+    if COMPUTED in (first, now) or before.get(name.rpartition('.')[0], _ABSENT)[0] == _LAZY:
         return True
     if isinstance(first, Entries) and isinstance(now, Entries):
         return first.entries <= now.entries  # a cache has grown

@@ -112,6 +112,7 @@ def named(
     loss: Any = nn.functional.mse_loss,
     rows: Dataset[Any] | None = None,
     opt_func: Any = Adam,
+    every: str = '2ba',
     **options: Any,
 ) -> list[str]:
     "Return the names in the warnings of a fit with a checkpoint in its first and its second epoch."
@@ -121,7 +122,7 @@ def named(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        learn.fit(2, cbs=Checkpoint('2ba'))
+        learn.fit(2, cbs=Checkpoint(every))
     return [line.split(':')[0].strip() for w in caught for line in str(w.message).splitlines()[1:]]
 
 
@@ -270,6 +271,17 @@ def test_a_tensor_that_each_forward_pass_sets_is_named_as_perhaps_harmless() -> 
     learn = quiet(synth_learner(model=KeepsMask()))
     (line,) = learn.check_resume(n_batches=2).lost
     assert line.startswith('model.mask: harmless if each forward pass computes it again')
+
+
+def test_an_output_that_evaluation_has_computed_without_a_graph_is_not_named(
+    tmp_path: Path,
+) -> None:
+    class KeepsOutput(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.out = self.net(x)
+            return self.out
+
+    assert named(tmp_path, model=KeepsOutput, every='1ep') == []
 
 
 def test_a_sampler_within_a_shard_is_listed_once() -> None:
