@@ -587,6 +587,7 @@ class Checkpoint(Callback):
 
     def on_run_ended(self) -> None:
         "Release the folder and restore the signal handler, also if the cleanup was aborted."
+        self._inventory = None
         self._stop_request.restore()
         if self._uploader is not None:
             self._uploader.close()

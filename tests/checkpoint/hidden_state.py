@@ -759,6 +759,19 @@ class SavesEntry(Shift):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class CarriesHidden(Shift):
+    "Continue from the output of the batch before, which is detached when it is used."
+
+    def set_up(self) -> None:
+        self.h = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x + self.h.detach())
+        if self.training:
+            self.h = out.mean().reshape(1)
+        return out
+
+
 class InList(Rows):
     "Keep a count in a list, of a number of entries."
 
@@ -1166,6 +1179,7 @@ UNSEEN: dict[str, Make] = {
     'deleted attribute': lambda: {'model': DeletesAttribute()},
     'what a state_dict leaves out': lambda: {'cbs': [WithState()]},
     'validation data': lambda: {'cbs': [ReadsValidation()]},
+    'hidden state with its graph': lambda: {'model': CarriesHidden()},
     'counted in `before_epoch`': lambda: {
         **module_with(0, lambda m: m.kept),
         'cbs': [CountsEpochs()],
