@@ -82,7 +82,8 @@ class _StopAt(Callback):
         self._inventory: Inventory | None = None
 
     def before_train(self) -> None:
-        self._inventory = self._inventory or take_inventory(self.learn)
+        if self._inventory is None:
+            self._inventory = take_inventory(self.learn)
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
