@@ -170,7 +170,7 @@ class Checkpoint(Callback):
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: dict[str, str] = {}  # digests of the frozen weights, by name
         self._inventory: Inventory | None = None  # what the first checkpoint is compared with
-        self._begins = False  # whether a fit has begun, and its first epoch has not
+        self._begins = False  # whether a fit has begun, and has not trained a batch
         self._lost: list[str] = []  # what the rehearsal has warned of
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -217,12 +217,11 @@ class Checkpoint(Callback):
             self._stop_request.install(learn.dls)
 
     def before_train(self) -> None:
-        """Note in the first epoch what the first checkpoint is compared with.
+        """Note before the first batch what the first checkpoint is compared with.
 
         A resumed run fires the events up to here too, and they set the same again."""
-        if self._begins and self.learn.fitting:
-            self._begins = False
-            self._inventory = take_inventory(self.learn) if self.rehearse else None
+        if self._begins and self.rehearse and self.learn.fitting:
+            self._inventory = take_inventory(self.learn)
 
     def before_validate(self) -> None:
         "Note the results of training, which evaluation computes without a graph."
@@ -295,6 +294,7 @@ class Checkpoint(Callback):
         sweep_folders(folder)
 
     def batch_checkpoint(self) -> None:
+        self._begins = False
         self._save_if_due('batch')
 
     def epoch_checkpoint(self) -> None:

@@ -273,6 +273,28 @@ def test_a_tensor_that_each_forward_pass_sets_is_named_as_perhaps_harmless() -> 
     assert line.startswith('model.mask: harmless if each forward pass computes it again')
 
 
+def test_a_run_resumed_after_the_last_batch_of_an_epoch_notes_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    "The loss function that `before_epoch` sets from the second epoch on is the same as in the run."
+
+    def swap(cb: Callback) -> None:
+        if cb.epoch:
+            cb.learn.loss_func = nn.functional.l1_loss
+
+    def make() -> Learner:
+        loader = DataLoader(Rows(), batch_size=4)
+        cbs = [Checkpoint('1ba', keep_last=None), Callback(before_epoch=swap)]
+        dls = DataLoaders(loader, loader)
+        return quiet(Learner(dls, Model(), nn.functional.mse_loss, cbs=cbs, path=tmp_path))
+
+    make().fit(1)
+    (last,) = tmp_path.glob('checkpoints/*-ep0-ba3.ckpt')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        make().fit(2, resume=last)
+
+
 def test_an_output_that_evaluation_has_computed_without_a_graph_is_not_named(
     tmp_path: Path,
 ) -> None:
