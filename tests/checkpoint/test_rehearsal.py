@@ -288,7 +288,7 @@ def test_a_run_resumed_after_the_last_batch_of_an_epoch_notes_the_next_epoch(
         dls = DataLoaders(loader, loader)
         return quiet(Learner(dls, Model(), nn.functional.mse_loss, cbs=cbs, path=tmp_path))
 
-    make().fit(1)
+    make().fit(2)
     (last,) = tmp_path.glob('checkpoints/*-ep0-ba3.ckpt')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
