@@ -33,7 +33,13 @@ from learnkit.checkpoint.folder import (
 )
 from learnkit.checkpoint.host import HostMemory, view_on_host
 from learnkit.checkpoint.mirror import Mirror, Uploader
-from learnkit.checkpoint.rehearsal import SUMMARY, Inventory, find_lost, take_inventory
+from learnkit.checkpoint.rehearsal import (
+    SUMMARY,
+    Inventory,
+    find_lost,
+    note_computed,
+    take_inventory,
+)
 from learnkit.checkpoint.state import collect_state
 from learnkit.checkpoint.weights import find_trainable, leave_out_frozen_weights
 from learnkit.comm.dtensor import mesh_of
@@ -164,6 +170,7 @@ class Checkpoint(CheckpointWriter):
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: dict[str, str] = {}  # digests of the frozen weights, by name
         self._inventory: Inventory | None = None  # what the first checkpoint is compared with
+        self._begins = False  # whether a fit has begun, and has not trained a batch
         self._lost: list[str] = []  # what the rehearsal has warned of
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -204,9 +211,22 @@ class Checkpoint(CheckpointWriter):
         self._value = self._measured_at = None
         self._best_values = []
         self._begin_trainable()
-        self._inventory = take_inventory(learn) if self.rehearse else None
+        self._inventory = None
+        self._begins = True
         if self.preemption:
             self._stop_request.install(learn.dls)
+
+    def before_train(self) -> None:
+        """Note before the first batch what the first checkpoint is compared with.
+
+        A resumed run fires the events up to here too, and they set the same again."""
+        if self._begins and self.rehearse and self.learn.fitting:
+            self._inventory = take_inventory(self.learn)
+
+    def before_validate(self) -> None:
+        "Note the results of training, which evaluation computes without a graph."
+        if self._inventory is not None:
+            self._inventory = note_computed(self._inventory, take_inventory(self.learn))
 
     def _begin_trainable(self) -> None:
         "Note the parameters that this fit trains. Raises `OptionError` for a sharded model."
@@ -275,6 +295,7 @@ class Checkpoint(CheckpointWriter):
         sweep_folders(folder)
 
     def batch_checkpoint(self) -> None:
+        self._begins = False
         self._save_if_due('batch')
 
     def epoch_checkpoint(self) -> None:
@@ -567,6 +588,7 @@ class Checkpoint(CheckpointWriter):
 
     def release(self) -> None:
         "Release the folder and restore the signal handler, also if the cleanup was aborted."
+        self._inventory = None
         self._stop_request.restore()
         if self._uploader is not None:
             self._uploader.close()

@@ -2,8 +2,9 @@
 """Fingerprints of attributes: values that are equal as long as an object has not changed, without copies of tensors.
 
 Plain data are compared by value, tensors by identity and the count of their changes in place, random generators by
-their state. Functions are followed into their closures, and objects of the user's classes into their attributes.
-Objects of installed packages are not looked into, except by `state_dict`. The content of an iterator cannot be read."""
+their state, and containers of more than 100,000 entries by identity and length. Functions are followed into their
+closures, and objects of the user's classes into their attributes. Objects of installed packages are not looked into,
+except by `state_dict`. The content of an iterator cannot be read."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import json
 import sys
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from io import IOBase
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -39,6 +40,8 @@ COMPUTED: Mark = ('computed', ())  # mark of a result with a graph, which each f
 _PLAIN = (*ATOMS, list, dict, set, tuple, deque)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, L)
 _LARGEST = 1 << 20  # bytes of an array that is compared by content
+_LONGEST = 100_000  # entries of a container that is compared by content
+_MANY = 1000  # entries of a container whose entries are not searched for long containers
 _INSTALLED = {'site-packages', 'dist-packages'}  # folders of installed packages
 
 
@@ -64,7 +67,10 @@ class _Same:
     "Equal to another if both refer to the same living object."
 
     def __init__(self, o: Any) -> None:
-        self.ref = ref(o)
+        try:
+            self.ref: Callable[[], Any] = ref(o)
+        except TypeError:  # a list, dict or tuple has no weak references
+            self.ref = lambda: o
 
     def __eq__(self, other: object) -> bool:
         o = self.ref()
@@ -113,6 +119,8 @@ class Fingerprints:
 
     def mark_cache(self, entries: Mapping[Any, Any]) -> Mark:
         "Return the mark of a dict to which entries may be added."
+        if len(entries) > _LONGEST:
+            return Entries(frozenset([_Same(entries)]))
         try:
             return Entries(frozenset(self._mark_entries(entries)))
         except (_UnreadableError, RecursionError):
@@ -120,7 +128,7 @@ class Fingerprints:
 
     def _mark(self, value: Any) -> Mark:
         kind = type(value)
-        if kind in ATOMS or isinstance(value, np.generic):
+        if kind in ATOMS or isinstance(value, (np.generic, PurePath)):
             return kind, repr(value)
         if isinstance(value, (type, ModuleType)) or id(value) in self._held.ids:
             return kind.__name__, ()
@@ -179,6 +187,8 @@ class Fingerprints:
         return tuple((key, mark) for key, mark in marks if not is_empty(mark))
 
     def _mark_container(self, value: Any) -> Mark:
+        if len(value) > _LONGEST:
+            return _Same(value), len(value)
         text = _as_text(value)
         if text is not None:
             return (hash(text),) if value else ()
@@ -310,9 +320,17 @@ def _as_text(container: Any) -> str | None:
     if type(container) not in (list, dict, tuple):
         return None
     try:
-        return json.dumps(container)
+        return None if _has_long(container) else json.dumps(container)
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def _has_long(container: Any) -> bool:
+    "Return True for a container that is too long to compare by content, or that contains one."
+    if len(container) > _MANY:
+        return len(container) > _LONGEST
+    entries = container.values() if isinstance(container, dict) else container
+    return any(_has_long(e) for e in entries if type(e) in (list, dict, tuple))
 
 
 def _digest_generator(generator: Any) -> Mark:

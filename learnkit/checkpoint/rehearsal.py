@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearse a resume at the first checkpoint of a fit: find what has changed since its start and no checkpoint holds.
 
-A resumed process makes its objects as they were at the fit's start. An attribute that differs now, and that the state
-does not contain, would be lost. Attributes are compared by their fingerprints (`checkpoint/fingerprint.py`); an
-attribute whose content cannot be read, such as an iterator, is always named. docs/checkpoints.md lists what is not
+A resumed process makes its objects as they were before the fit's first batch. An attribute that differs now, and that
+the state does not contain, would be lost. Attributes are compared by their fingerprints (`checkpoint/fingerprint.py`);
+an attribute whose content cannot be read, such as an iterator, is always named. docs/checkpoints.md lists what is not
 looked at."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Container
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,6 +52,7 @@ SUMMARY = (
 )
 
 _IN_MODULE = 'make it a buffer, or save it by `get_extra_state`'
+_IN_MODULE_TENSOR = f'harmless if each forward pass computes it again; else {_IN_MODULE}'
 _IN_HOOK = 'keep it in a buffer of the module'
 _IN_DATA = 'harmless if it only caches what would be computed again'
 _IN_CALLBACK = 'give the callback `state_dict` and `load_state_dict`'
@@ -59,6 +60,8 @@ _IN_LOSS = 'make the loss an `nn.Module`, and this a buffer of it'
 _IN_LEARNER = 'keep it in a callback, as an attribute'
 _IN_OPTIMIZER = "keep it in the optimizer's `state` or `param_groups`"
 _IN_SAMPLER = 'harmless if each pass makes it again; else keep it as a number, or in a callback'
+# methods by which the class of a module saves more than parameters and buffers
+_SAVERS = ('get_extra_state', '_save_to_state_dict', 'state_dict')
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
 _ABSENT: tuple[Mark, str] = (None, '')
 # attributes that torch itself gives to a loader
@@ -100,9 +103,14 @@ def find_lost(before: Inventory, now: Inventory) -> list[str]:
     return lost
 
 
+def note_computed(before: Inventory, now: Inventory) -> Inventory:
+    "Return an inventory in which the results of the latest forward pass, which have a graph now, are marked as such."
+    return before | {name: entry for name, entry in now.items() if entry[0] == COMPUTED}
+
+
 def _is_made_again(name: str, first: Mark, now: Mark, fix: str, before: Inventory) -> bool:
     "Return True for a changed attribute that a resumed run makes by itself."
-    if now == COMPUTED or before.get(name.rpartition('.')[0], _ABSENT)[0] == _LAZY:
+    if COMPUTED in (first, now) or before.get(name.rpartition('.')[0], _ABSENT)[0] == _LAZY:
         return True
     if isinstance(first, Entries) and isinstance(now, Entries):
         return first.entries <= now.entries  # a cache has grown
@@ -118,8 +126,9 @@ def _find_held(learn: Learner) -> Held:
     weights = [t for m in roots for t in (*m.parameters(), *m.buffers())]
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     datasets = [getattr(dl, 'dataset', dl) for dl in loaders]
-    samplers = [part for place, part in find_parts(loaders[0]) if belongs_to_sampler(place)]
-    restored = [*roots, _unshard(loaders[0])]
+    source = _unshard(loaders[0])
+    samplers = [part for place, part in find_parts(source) if belongs_to_sampler(place)]
+    restored = [*roots, source]
     generators = [g for owner in restored for g in own_generators(owner).values()]
     optimizers = [learn.opt, *getattr(learn.opt, 'optimizers', {}).values()]
     modules = [part for m in roots for part in m.modules()]
@@ -144,12 +153,14 @@ def _list_module(module: nn.Module, root: str, held: Held) -> Inventory:
                 if state_setter(value) is not None:
                     found[f'{place}.{name}'] = '', 'make the generator in `__init__`'
                 elif name not in MODULE_INTERNALS:
-                    found[f'{place}.{name}'] = Fingerprints(held).mark(value), _IN_MODULE
+                    fix = _IN_MODULE_TENSOR if isinstance(value, Tensor) else _IN_MODULE
+                    found[f'{place}.{name}'] = Fingerprints(held).mark(value), fix
     return found
 
 
 def _saves_itself(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+    "Return True for a class that adds to the module's state dict by one of the methods for it."
+    return any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _SAVERS)
 
 
 def _list_hooks(module: nn.Module, place: str, held: Held) -> Inventory:

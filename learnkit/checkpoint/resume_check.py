@@ -80,15 +80,16 @@ class _StopAt(Callback):
         self._n = n
         self.kept = dict[str, Any]()
         self.lost = list[str]()
-        self._inventory = Inventory()
+        self._inventory: Inventory | None = None
 
-    def before_fit(self) -> None:
-        self._inventory = take_inventory(self.learn)
+    def before_train(self) -> None:
+        if self._inventory is None:
+            self._inventory = take_inventory(self.learn)
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
             return
-        self.lost = find_lost(self._inventory, take_inventory(self.learn))
+        self.lost = find_lost(self._inventory or {}, take_inventory(self.learn))
         self.kept = self.learn.checkpoint_state()
         raise CancelFitException
 

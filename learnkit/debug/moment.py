@@ -48,7 +48,8 @@ class StopBefore(Callback):
     """
 
     order = 10_000  # after all callbacks whose changes the state must hold
-    runs_first: tuple[str, ...] = ('before_batch',)  # before any callback changes the batch
+    # before any callback changes the batch, or ends a pass after it
+    runs_first: tuple[str, ...] = ('before_batch', 'after_batch')
     run_in = 'fit'
     run_valid = False
 
@@ -64,6 +65,7 @@ class StopBefore(Callback):
         self.first: Mapping[str, Any] | None = None  # state before the first batch of the run
         self.reached: Mapping[str, Any] | None = None  # first state at the time, after a batch
         self.first_batch: str | None = None  # digest of the first batch of this fit
+        self._batch = 0  # number of the current batch; the counter counts it in `after_batch`
         self.ended_at = 0  # number of the batch before which the fit has ended
         self.n_epoch: int | None = None  # number of epochs of the fit
         self.loss_funcs: tuple[Any, Any] = None, None  # at the start and at the end of the fit
@@ -89,6 +91,7 @@ class StopBefore(Callback):
     def before_batch(self) -> None:
         "End the fit at the time."
         learn = self.learn
+        self._batch = learn.parts.counters.batches
         if self.first_batch is None:
             self.first_batch = digest(learn.batch)
         if learn.time < self._until:
@@ -102,7 +105,7 @@ class StopBefore(Callback):
         learn = self.learn
         if 'loss_grad' in learn.__dict__:
             loss = learn.loss.mean() if learn.loss.dim() else learn.loss
-            self.losses[learn.parts.counters.batches - 1] = loss.item()
+            self.losses[self._batch] = loss.item()
 
     def batch_checkpoint(self) -> None:
         self._keep()
@@ -403,7 +406,7 @@ def list_attributes(learn: Learner) -> dict[int, set[str]]:
 class _MeasureSamples(StopBefore):
     "End a fit before the forward pass of a batch, and measure its samples as callbacks have made them."
 
-    runs_first = ()  # after the other callbacks
+    runs_first = ('after_batch',)  # `before_batch` after the other callbacks
 
     def before_batch(self) -> None:
         self.rows = measure_samples(self.learn)

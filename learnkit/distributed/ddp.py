@@ -120,18 +120,18 @@ class Replicas(Parallelism):
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
 
     def _order_buckets(self, learn: Learner) -> None:
-        """Let a new wrapper order its buckets by a pass whose gradients are zeros, which are discarded.
+        """Let a new wrapper order its buckets by passes whose gradients are zeros, which are discarded.
 
         After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
-        position of a gradient in a bucket changes sums over more than two ranks in the last bit. With this pass, the
-        first step of a resumed run equals the step of an uninterrupted run. The model does not take part, unless the
-        wrapper depends on its graph; what the model's passes change is then restored."""
+        position of a gradient in a bucket changes sums over more than two ranks in the last bit. With these passes,
+        the first step of a resumed run equals the step of an uninterrupted run. The model does not take part, unless
+        the wrapper depends on its graph; what the model's passes change is then restored."""
         model = self.wrapped.module
         # after a pass without averaging, the wrapper leaves the buffers of each rank as they are
         shares_buffers = self.wrapped.require_forward_param_sync
         grads = [(p, p.grad) for p in model.parameters()]
         for p, _ in grads:
-            p.grad = None  # the pass must not add to accumulated gradients
+            p.grad = None  # the passes must not add to accumulated gradients
         try:
             with torch.enable_grad():
                 if self._records_graph():
@@ -140,7 +140,10 @@ class Replicas(Parallelism):
                             _run_backward(apply_model(self.wrapped, learn.xb))
                 else:
                     self.wrapped.module = _SumOfParameters(model)
-                    _run_backward(self.wrapped())
+                    # the second pass rebuilds the buckets, while no gradient is there that the wrapper would move
+                    # into them: gradients in buckets are divided, others multiplied by the reciprocal
+                    for _ in range(2):
+                        _run_backward(self.wrapped())
         finally:
             self.wrapped.module = model
             self.wrapped.require_forward_param_sync = shares_buffers

@@ -725,6 +725,65 @@ def nested(depth: int) -> Node:
     return node
 
 
+class SetsEachEpoch(Callback):
+    "Set the loss function, and an attribute of the model by the epoch."
+
+    def before_epoch(self) -> None:
+        self.learn.loss_func = nn.functional.l1_loss
+        self.model.kept = self.epoch + 1
+
+
+class CountsEpochs(Callback):
+    "Count in an attribute of the model."
+
+    def before_epoch(self) -> None:
+        self.model.kept += 1
+
+
+class SavesEntry(Shift):
+    "Keep a count in an entry of the state dict, by the methods of torch for it."
+
+    def set_up(self) -> None:
+        self.n = 0
+
+    def shift(self) -> int:
+        self.n += 1
+        return self.n
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f'{prefix}n'] = torch.tensor(self.n)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.n = int(state_dict.pop(f'{prefix}n'))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class CarriesHidden(Shift):
+    "Continue from the output of the batch before, which is detached when it is used."
+
+    def set_up(self) -> None:
+        self.h = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x + self.h.detach())
+        if self.training:
+            self.h = out.mean().reshape(1)
+        return out
+
+
+class InList(Rows):
+    "Keep a count in a list, of a number of entries."
+
+    def __init__(self, n: int) -> None:
+        super().__init__(self.draw)
+        self.a = [0] * n
+
+    def draw(self, x: Any) -> Any:
+        self.a[0] += 1
+        return self.a[0] % 5
+
+
 class InArray(Rows):
     def __init__(self, n: int) -> None:
         super().__init__(self.draw)
@@ -1025,6 +1084,8 @@ EXACT: dict[str, Make] = {
     'batch size set by a callback': lambda: {'cbs': [SetsBatchSize()]},
     'loader replaced in each epoch': lambda: {'cbs': [ReplacesLoader()]},
     'attribute of a function as callback': function_attribute,
+    'set in each epoch': lambda: {**module_with(1, lambda m: m.kept), 'cbs': [SetsEachEpoch()]},
+    'own entry of the state dict': lambda: {'model': SavesEntry()},
     'generator in a dict of a module': lambda: module_with(
         {'g': random.Random(1)}, lambda m: m.kept['g'].random() * 5
     ),
@@ -1065,6 +1126,7 @@ NAMED: dict[str, tuple[Make, str]] = {
         'model.kept',
     ),
     'bytearray of a module': (lambda: module_with(bytearray(), add_byte), 'model.kept'),
+    'list of the data': (lambda: {'rows': InList(100_000)}, 'dataset.a'),
     'array of a module': (lambda: module_with(np.zeros(2), add_in_place), 'model.kept'),
     'parameter in a list': (
         lambda: module_with([nn.Parameter(torch.zeros(1))], add_to_parameter),
@@ -1099,6 +1161,7 @@ NAMED: dict[str, tuple[Make, str]] = {
 UNSEEN: dict[str, Make] = {
     'global variable': with_global,
     'large array': lambda: {'rows': InArray(1 << 18)},
+    'long list or dict': lambda: {'rows': InList(100_001)},
     'object of an installed package': lambda: {'cbs': [InQueue()]},
     'cache of the data': lambda: {'rows': Cached()},
     'lru_cache': lru_cached,
@@ -1116,5 +1179,10 @@ UNSEEN: dict[str, Make] = {
     'deleted attribute': lambda: {'model': DeletesAttribute()},
     'what a state_dict leaves out': lambda: {'cbs': [WithState()]},
     'validation data': lambda: {'cbs': [ReadsValidation()]},
+    'hidden state with its graph': lambda: {'model': CarriesHidden()},
+    'counted in `before_epoch`': lambda: {
+        **module_with(0, lambda m: m.kept),
+        'cbs': [CountsEpochs()],
+    },
     'after the first checkpoint': lambda: {'cbs': [LateCount()]},
 }

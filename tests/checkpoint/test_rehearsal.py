@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from learnkit import EMA, Adam, Callback, Checkpoint, DataLoaders, GradientClip, Learner
 from learnkit.checkpoint.fingerprint import UNREADABLE, Fingerprints
+from learnkit.checkpoint.rehearsal import find_lost, take_inventory
+from learnkit.distributed.shards import shard
 from learnkit.testing import synth_learner
 from tests.faults.run_helpers import quiet
 
@@ -57,6 +59,15 @@ class Saves(Counts):
 
     def set_extra_state(self, state: Any) -> None:
         self.calls = state
+
+
+class KeepsMask(Model):
+    "Keeps its output, and a mask, which could be a running average as well."
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out = self.net(x)
+        self.mask = torch.ones(1)
+        return self.out
 
 
 class Hooked(Model):
@@ -101,6 +112,7 @@ def named(
     loss: Any = nn.functional.mse_loss,
     rows: Dataset[Any] | None = None,
     opt_func: Any = Adam,
+    every: str = '2ba',
     **options: Any,
 ) -> list[str]:
     "Return the names in the warnings of a fit with a checkpoint in its first and its second epoch."
@@ -110,7 +122,7 @@ def named(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        learn.fit(2, cbs=Checkpoint('2ba'))
+        learn.fit(2, cbs=Checkpoint(every))
     return [line.split(':')[0].strip() for w in caught for line in str(w.message).splitlines()[1:]]
 
 
@@ -253,6 +265,71 @@ def test_fingerprints_see_changes_in_place() -> None:
     changed = [Fingerprints().mark(value) != old for value, old in zip(values, before, strict=True)]
     # `.data` has a version of its own, and an iterator cannot be read
     assert changed == [True] * 4 + [False, False] and before[-1] == UNREADABLE
+
+
+def test_a_tensor_that_each_forward_pass_sets_is_named_as_perhaps_harmless() -> None:
+    learn = quiet(synth_learner(model=KeepsMask()))
+    (line,) = learn.check_resume(n_batches=2).lost
+    assert line.startswith('model.mask: harmless if each forward pass computes it again')
+
+
+def test_a_run_resumed_after_the_last_batch_of_an_epoch_notes_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    "The loss function that `before_epoch` sets from the second epoch on is the same as in the run."
+
+    def swap(cb: Callback) -> None:
+        if cb.epoch:
+            cb.learn.loss_func = nn.functional.l1_loss
+
+    def make() -> Learner:
+        loader = DataLoader(Rows(), batch_size=4)
+        cbs = [Checkpoint('1ba', keep_last=None), Callback(before_epoch=swap)]
+        dls = DataLoaders(loader, loader)
+        return quiet(Learner(dls, Model(), nn.functional.mse_loss, cbs=cbs, path=tmp_path))
+
+    make().fit(2)
+    (last,) = tmp_path.glob('checkpoints/*-ep0-ba3.ckpt')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        make().fit(2, resume=last)
+
+
+def test_an_output_that_evaluation_has_computed_without_a_graph_is_not_named(
+    tmp_path: Path,
+) -> None:
+    class KeepsOutput(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.out = self.net(x)
+            return self.out
+
+    assert named(tmp_path, model=KeepsOutput, every='1ep') == []
+
+
+def test_a_sampler_within_a_shard_is_listed_once() -> None:
+    "The index sampler of a shard's loader contains the user's sampler, whose passes are counted."
+    passes: list[int] = []
+    learn = quiet(synth_learner())
+    for sampler in (OwnOrder(), OwnOrder(passes)):
+        learn.dls.train = shard(DataLoader(Rows(), 2, sampler=sampler), 0, 2)
+        before = take_inventory(learn)
+        list(learn.dls.train)
+        lines = find_lost(before, take_inventory(learn))
+        names = [line.split(':')[0] for line in lines]
+        assert names == (['sampler.passes'] if sampler.passes else [])
+
+
+def test_long_containers_are_compared_by_identity_and_length() -> None:
+    "An index of a million samples does not slow down a fit's start: its entries are not read."
+    rows: list[Any] = [iter([])] * 100_001  # iterators cannot be read
+    nested = {'train': {'rows': rows}}
+    for container in (rows, nested, tuple(rows), dict.fromkeys(range(100_001), rows[0])):
+        mark = Fingerprints().mark(container)
+        assert Fingerprints().mark(container) == mark != UNREADABLE
+    before = [Fingerprints().mark(rows), Fingerprints().mark(nested)]
+    rows.append(rows[0])
+    after = [Fingerprints().mark(rows), Fingerprints().mark(nested)]
+    assert before[0] != after[0] and before[1] != after[1]
 
 
 def test_a_new_list_without_entries_is_not_named(tmp_path: Path) -> None:

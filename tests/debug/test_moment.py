@@ -25,9 +25,11 @@ from learnkit import (
     MixUp,
     ReduceLROnPlateau,
     SaveModelCallback,
+    ShortEpochCallback,
 )
 from learnkit.core.errors import CheckpointError, OptionError
-from learnkit.testing import learn_digest
+from learnkit.testing import learn_digest, synth_learner
+from tests.faults.run_helpers import quiet
 from tests.helpers.rewinding import BS, EPOCHS, describe, make, train
 
 
@@ -283,6 +285,24 @@ def test_samples_and_layers_leave_the_learner_where_it_stands(tmp_path: Path) ->
     assert again.rewind('10ba').layers()[0]['gradient_before'] > 0  # the batch of a checkpoint
     first = make(tmp_path, MixUp()).rewind(0).layers()
     assert first[0]['gradient'] > 0 and first[0]['gradient_before'] is None
+
+
+def test_the_last_batch_of_a_shortened_epoch_has_its_loss(tmp_path: Path) -> None:
+    "The callback that ends the epoch does so after the batch, before other callbacks see it."
+    losses: list[float] = []
+
+    def make() -> Learner:
+        torch.manual_seed(0)
+        cbs = [Checkpoint('1ep', keep_last=None, rehearse=False), ShortEpochCallback(0.6)]
+        return quiet(synth_learner(n_train=5, path=tmp_path, cbs=cbs))
+
+    learn = make()
+    keep = Callback(before_step=lambda cb: losses.append(cb.loss.item()))
+    keep.needed_to_rewind = False
+    learn.fit(2, cbs=keep)
+    assert len(losses) == 8  # 4 of 5 batches in each epoch
+    moment = make().rewind(3, fit=lambda learn, **options: learn.fit(2, **options))
+    assert moment.step() == losses[3]
 
 
 def test_samples_of_an_own_batch_are_refused(tmp_path: Path) -> None:
