@@ -24,10 +24,8 @@ NUMBERS = (int, float, bool, NoneType)
 _PARTS = ('sampler', 'batch_sampler', 'dataset')
 _KINDS = (DataLoader, Dataset, Sampler)
 _SEED = 'seed'  # end of the names of seeds
-_EPOCHS = (
-    'epoch',
-    'next_epoch',
-)  # attributes with the number of the pass, the second of Mosaic's data sets
+# attributes with the number of the pass, the second of Mosaic's data sets
+_EPOCHS = ('epoch', 'next_epoch')
 _NODES = ('root', 'source', 'dataset')  # attributes by which a loader built of nodes has its nodes
 LISTS = ('datasets', 'pipeline')  # lists of parts: of torch's ConcatDataset, stages of webdataset
 # numbers of an owner as they were first seen, by the owner's id

@@ -7,7 +7,8 @@ is restored depends on the loader:
 - A `TensorLoader`, list or tuple starts at the batch.
 - torch's DataLoader without workers skips consumed samples by index. With workers, consumed samples are fetched
   again, because the workers' random generators have to reach their former states.
-- A loader with `state_dict` and `load_state_dict` resumes from its own state.
+- A loader with `state_dict` and `load_state_dict` resumes from its own state, unless that state is known to leave out
+  the content of a shuffle buffer.
 - Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own
   start.
 

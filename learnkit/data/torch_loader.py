@@ -142,7 +142,8 @@ def drop_started_pass(dl: Any) -> None:
 
     The wrapper starts the first pass when it is made, and draws its order then."""
     inner: Any = getattr(dl, 'base_dataloader', None)
-    if hasattr(inner, 'load_state_dict') and not getattr(inner, 'persistent_workers', False):
+    is_stateful = type(inner).__module__.startswith('torchdata.stateful_dataloader')
+    if is_stateful and not inner.persistent_workers:
         inner.load_state_dict({})
 
 
