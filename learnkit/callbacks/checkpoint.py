@@ -50,6 +50,7 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.core.watched import as_number, can_be_best
+from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import callback_names
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import CheckpointWriter, checkpoint_point
@@ -60,7 +61,7 @@ from learnkit.metrics.direction import MetricProperties
 EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
 
 
-class Checkpoint(CheckpointWriter):
+class Checkpoint(CheckpointWriter, Callback):
     """Write checkpoints from which `fit(n, resume=True)` resumes exactly.
 
     A checkpoint is written at the interval `every` and at the end of the fit, into `folder`, with a name such as

@@ -68,7 +68,7 @@ def write_state(
     ...     path = Path(folder, 'a.ckpt')
     ...     write_state(path, {'model': {'w': torch.ones(2)}, 'betas': (0.9, 0.99)}, {'epoch': 3})
     ...     read_state(path)
-    ({'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}, {'format': 2, 'epoch': 3})
+    ({'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}, {'format': 3, 'epoch': 3})
     """
     packer = _Packer()
     try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from learnkit.core.errors import CheckpointError
-from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import list_running
 from learnkit.engine.passes import (
     Source,
@@ -77,19 +77,19 @@ class ResumeState:
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
 
-class CheckpointWriter(Callback):
+class CheckpointWriter(ABC):
     "Base of callbacks that write checkpoints: `fit(resume=True)` resumes from their folder."
 
     mirror: Any = None  # store from which newer checkpoints are fetched
 
     @property
+    @abstractmethod
     def has_own_folder(self) -> bool:
         "True if the folder does not follow `learn.path`."
-        raise NotImplementedError
 
+    @abstractmethod
     def checkpoint_folder(self) -> Path:
         "Return the folder of the checkpoints."
-        raise NotImplementedError
 
 
 def list_checkpoint_writers(learn: Learner) -> list[CheckpointWriter]:
