@@ -37,6 +37,7 @@ from learnkit.checkpoint.rehearsal import (
     SUMMARY,
     Inventory,
     find_lost,
+    find_rank_states,
     note_computed,
     take_inventory,
 )
@@ -386,7 +387,7 @@ class Checkpoint(CheckpointWriter, Callback):
         before, self._inventory = self._inventory, None
         if before is None:
             return
-        lost = find_lost(before, take_inventory(self.learn))
+        lost = find_lost(before, take_inventory(self.learn)) + find_rank_states(self.learn)
         if lost:
             warn_user('\n  '.join([SUMMARY, *lost]))
         of_data = self.learn.parts.passes.describe_lost_state(self.learn, point == 'batch')

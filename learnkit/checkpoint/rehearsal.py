@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import DataLoader, Dataset
 
+from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.fingerprint import (
     COMPUTED,
     UNREADABLE,
@@ -31,8 +32,9 @@ from learnkit.checkpoint.fingerprint import (
     is_plain,
 )
 from learnkit.checkpoint.optimizer_state import list_left_out
-from learnkit.core.model import bare_model
-from learnkit.core.plain import own_attributes
+from learnkit.core.errors import OptionError
+from learnkit.core.model import bare_model, has_extra_state
+from learnkit.core.plain import own_attributes, to_plain
 from learnkit.core.random import MODULE_INTERNALS, own_generators, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.loader_state import LISTS, NUMBERS, find_own_parts, find_parts
@@ -63,6 +65,7 @@ _IN_SAMPLER = 'harmless if each pass makes it again; else keep it as a number, o
 # methods by which the class of a module saves more than parameters and buffers
 _SAVERS = ('get_extra_state', '_save_to_state_dict', 'state_dict')
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
+_BY_RANK = 'it differs by rank, and every rank of a resumed run gets that of the first'
 _ABSENT: tuple[Mark, str] = (None, '')
 # attributes that torch itself gives to a loader
 _LOADER_NAMES = frozenset(vars(DataLoader(cast('Dataset[Any]', [0]))))
@@ -89,6 +92,27 @@ def take_inventory(learn: Learner) -> Inventory:
         for name in (trait_of(cb, 'saved_of_model') or tuple)():
             found.pop(name, None)
     return found
+
+
+def find_rank_states(learn: Learner) -> list[str]:
+    "Return a line for each extra state of the model that differs by rank: a checkpoint has the first rank's."
+    if learn.world.size == 1:
+        return []
+    own = {
+        f'model.{name}.get_extra_state'.replace('..', '.'): _digest_state(module)
+        for name, module in bare_model(learn.model).named_modules()
+        if has_extra_state(module)
+    }
+    of_ranks = learn.world.gather(own, 'extra state') if own else []
+    places = [place for place in own if len({states.get(place) for states in of_ranks}) > 1]
+    return [f'{place}: {_BY_RANK}' for place in places]
+
+
+def _digest_state(module: nn.Module) -> str | None:
+    try:
+        return digest(to_plain(module.get_extra_state(), 'extra state'))
+    except OptionError:
+        return None  # no checkpoint can have it
 
 
 def find_lost(before: Inventory, now: Inventory) -> list[str]:

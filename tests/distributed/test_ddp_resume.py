@@ -238,3 +238,39 @@ def test_a_resumed_step_divides_accumulated_gradients_as_the_run_did(tmp_path: P
         killed = count_passes(tmp_path / f'{n}', 3, (n,), **accumulating)
         for wanted, got in zip(whole, killed, strict=True):
             assert torch.equal(wanted['weights'], got['weights'])
+
+
+class SeenMean(nn.Module):
+    "Keep the mean of the inputs in the extra state, of the rank's own samples or of zeros."
+
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__()
+        self.is_shared = is_shared
+        self.mean = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.0 if self.is_shared else float(x.mean())
+        return x
+
+    def get_extra_state(self) -> Any:
+        return {'mean': self.mean}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.mean = state['mean']
+
+
+@pytest.mark.parametrize('is_shared', [True, False])
+def test_extra_state_that_differs_by_rank_is_named(is_shared: bool, tmp_path: Path) -> None:
+    def job(rank: int) -> list[str]:
+        learn = make(tmp_path / 'run', cbs=[])
+        learn.model = nn.Sequential(SeenMean(is_shared), learn.model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            with learn.distributed('ddp', timeout=60):
+                learn.fit(1)
+        return [str(w.message) for w in caught if 'differs by rank' in str(w.message)]
+
+    named = run_ranks(job, 2)
+    assert [len(texts) for texts in named] == ([0, 0] if is_shared else [1, 1])
+    assert is_shared or 'model.0.get_extra_state: it differs by rank' in named[0][0]
