@@ -137,7 +137,7 @@ def soak(tmp_path: Path, n: int, n_warm: int, seed: int) -> tuple[Counter[str], 
 
 
 def test_some(tmp_path: Path) -> None:
-    soak(tmp_path, 15, 8, 0)
+    soak(tmp_path, 9, 5, 0)
     fits_like_fresh(make_learner())
 
 
