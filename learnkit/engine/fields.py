@@ -7,7 +7,40 @@ follow from this table."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from learnkit.core.batch import BatchForm
+
+
+class LoopFields:
+    "Types of the fields in `FIELDS`, as attributes of the loop."
+
+    # the place in the run
+    training: bool
+    fitting: bool
+    phase: str  # 'train', 'valid' or 'predict'
+    dl_name: str
+    loader_name: str | None  # name of the loader in `dls`, if `dl_name` differs
+
+    # counters
+    n_epoch: int | None
+    epoch: int
+    iter: int
+    train_iter: int
+    n_iter: int | None
+    pct_train: float
+
+    # the batch and its results
+    dl: Any
+    batch_form: BatchForm | None  # how batches of the current loader are split
+    batch: Any
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    pred: Any
+    loss: Any
+    loss_grad: Any
+
 
 ABSENT = object()  # default of an attribute that does not exist between batches
 

@@ -23,7 +23,7 @@ import torch
 from fastcore.basics import noop
 from torch import nn
 
-from learnkit.core.batch import BatchForm, form_of, to_device
+from learnkit.core.batch import form_of, to_device
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelBatchException,
@@ -38,7 +38,7 @@ from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.events import LEVELS
-from learnkit.engine.fields import release_batch, set_defaults
+from learnkit.engine.fields import LoopFields, release_batch, set_defaults
 from learnkit.engine.loss import release_loss
 from learnkit.engine.run import Run, refuse_run
 from learnkit.engine.seams import Seams
@@ -47,7 +47,7 @@ from learnkit.optim.wrapper import evaluation_weights
 _END = object()  # marks the end of a loader, as the default of `next`
 
 
-class Loop(CallbackHost):
+class Loop(CallbackHost, LoopFields):
     """Training loop with its state. `Learner` adds the methods that users call.
 
     Custom training (two networks, two forward passes) overrides `train_batch`; `_do_one_batch`,
@@ -59,31 +59,6 @@ class Loop(CallbackHost):
     dls: Any  # DataLoaders
     opt: Any  # OptimWrapper; None until the first fit
     turn: str | None = None  # name of the optimizer that steps; None: all of them
-
-    # the place in the run
-    training: bool
-    fitting: bool
-    phase: str  # 'train', 'valid' or 'predict'
-    dl_name: str
-    loader_name: str | None  # name of the loader in `dls`, if `dl_name` differs
-
-    # counters
-    n_epoch: int | None
-    epoch: int
-    iter: int
-    train_iter: int
-    n_iter: int | None
-    pct_train: float
-
-    # the batch and its results
-    dl: Any
-    batch_form: BatchForm | None  # how batches of the current loader are split
-    batch: Any
-    xb: tuple[Any, ...]
-    yb: tuple[Any, ...]
-    pred: Any
-    loss: Any
-    loss_grad: Any
 
     def __init__(self) -> None:
         super().__init__()
