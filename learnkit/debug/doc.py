@@ -11,8 +11,9 @@ from typing import Any
 
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.model import unwrap_partial
-from learnkit.engine.callback import Callback, get_own_handler
+from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
+from learnkit.engine.traits import own_attribute
 
 
 class Doc(str):
@@ -136,7 +137,7 @@ def _describe_callback(source: Callback | type[Callback], cls: type[Callback]) -
 def _get_handler(source: Callback | type[Callback], event: str) -> Any:
     "Return the function of a callback, or of a class of callbacks, for an event."
     if not isinstance(source, type):
-        return get_own_handler(source, event)
+        return own_attribute(source, event)
     function = inspect.getattr_static(source, event, None)
     return function if inspect.isfunction(function) else None
 

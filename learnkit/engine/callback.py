@@ -30,7 +30,7 @@ from learnkit.engine.events import (
     canonical_event,
     event_like,
 )
-from learnkit.engine.traits import trait_like
+from learnkit.engine.traits import own_attribute, trait_like
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -259,7 +259,7 @@ class Callback:
         "Run the handler of `event_name` if the callback is switched on for this event, and return its value."
         if not self.run or not self.runs_at(event_name, getattr(self.learn, 'training', None)):
             return None
-        handler = get_own_handler(self, event_name)
+        handler = own_attribute(self, event_name)
         return handler() if handler else None
 
     def runs_at(self, event_name: str, training: bool | None) -> bool:
@@ -454,14 +454,6 @@ def _check_parameters(cls: type, name: str, handler: FunctionType) -> None:
         )
 
 
-def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
-    "Return the handler of `cb` for an event, or None. The Learner's attributes are not searched."
-    if hasattr(type(cb), event_name) or event_name in vars(cb):
-        handler: Callable[[], Any] = object.__getattribute__(cb, event_name)
-        return handler
-    return None  # raising an AttributeError takes several times as long
-
-
 class IntervalCallback(Callback):
     """Count an interval from the Learner's start; base of `Periodic` and of monitors.
 
@@ -529,7 +521,7 @@ class Periodic(IntervalCallback):
         if on_every is not None:
             self.__dict__['on_every'] = MethodType(on_every, self)
         event = {'ep': 'after_epoch', 'iter': 'after_iteration'}.get(self.every.unit, 'after_batch')
-        self.__dict__[event] = partial(self._handle_event, get_own_handler(self, event))
+        self.__dict__[event] = partial(self._handle_event, own_attribute(self, event))
 
     def on_every(self) -> None:
         "Run at the end of each interval."

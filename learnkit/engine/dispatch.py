@@ -26,7 +26,6 @@ from learnkit.engine.callback import (
     Callback,
     check_handlers,
     defined_on_class,
-    get_own_handler,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import (
@@ -38,7 +37,7 @@ from learnkit.engine.events import (
     WILL_STEP,
     canonical_event,
 )
-from learnkit.engine.traits import trait_of
+from learnkit.engine.traits import own_attribute, trait_of
 
 if TYPE_CHECKING:
     from learnkit.comm.ranks import Comm
@@ -185,7 +184,7 @@ class CallbackSet:
 
     def has_handler(self, event: str) -> bool:
         "Return True if a callback may have a handler of an event, without filling the tables."
-        return any(get_own_handler(cb, event) or takes_every_event(type(cb)) for cb in self.items)
+        return any(own_attribute(cb, event) or takes_every_event(type(cb)) for cb in self.items)
 
     def fill_tables(self) -> None:
         "List the handlers of each event, in evaluation and in training."

@@ -75,9 +75,14 @@ def trait_of(cb: object, name: str) -> Any:
     >>> trait_of(Quick(), 'remove_on_find'), trait_of(Quick(), 'runs_first')
     (True, ())
     """
-    default = TRAITS[name].default
+    return own_attribute(cb, name, TRAITS[name].default)
+
+
+def own_attribute(cb: object, name: str, default: Any = None) -> Any:
+    "Return an attribute that a callback or its class defines; the Learner's attributes are not searched."
     is_own = name in getattr(cb, '__dict__', {}) or hasattr(type(cb), name)
-    return getattr(cb, name) if is_own else default
+    # raising an AttributeError takes several times as long as the question
+    return object.__getattribute__(cb, name) if is_own else default
 
 
 def trait_like(name: str) -> str | None:
