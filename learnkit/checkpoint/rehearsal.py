@@ -35,10 +35,10 @@ from learnkit.checkpoint.optimizer_state import list_left_out
 from learnkit.core.errors import OptionError
 from learnkit.core.model import bare_model, has_extra_state
 from learnkit.core.plain import own_attributes, to_plain
-from learnkit.core.random import MODULE_INTERNALS, own_generators, state_setter
+from learnkit.core.random import MODULE_INTERNALS, OPTIMIZER_INTERNALS, own_generators, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.loader_state import LISTS, NUMBERS, find_own_parts, find_parts
-from learnkit.data.shard import Shard
+from learnkit.data.shard import unshard
 from learnkit.data.torch_loader import belongs_to_sampler
 from learnkit.engine.callback_state import keeps_attributes, unsaved_attributes
 from learnkit.engine.traits import trait_of
@@ -69,7 +69,6 @@ _BY_RANK = 'it differs by rank, and every rank of a resumed run gets that of the
 _ABSENT: tuple[Mark, str] = (None, '')
 # attributes that torch itself gives to a loader
 _LOADER_NAMES = frozenset(vars(DataLoader(cast('Dataset[Any]', [0]))))
-_OPTIMIZER_NAMES = frozenset(('state', 'param_groups', 'defaults'))
 
 
 def take_inventory(learn: Learner) -> Inventory:
@@ -99,13 +98,18 @@ def find_rank_states(learn: Learner) -> list[str]:
     if learn.world.size == 1:
         return []
     own = {
-        f'model.{name}.get_extra_state'.replace('..', '.'): _digest_state(module)
+        _join('model', name, 'get_extra_state'): _digest_state(module)
         for name, module in bare_model(learn.model).named_modules()
         if has_extra_state(module)
     }
     of_ranks = learn.world.gather(own, 'extra state') if own else []
     places = [place for place in own if len({states.get(place) for states in of_ranks}) > 1]
     return [f'{place}: {_BY_RANK}' for place in places]
+
+
+def _join(*names: str) -> str:
+    "Return a path of attributes; the root's own name is empty."
+    return '.'.join(filter(None, names))
 
 
 def _digest_state(module: nn.Module) -> str | None:
@@ -150,7 +154,7 @@ def _find_held(learn: Learner) -> Held:
     weights = [t for m in roots for t in (*m.parameters(), *m.buffers())]
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     datasets = [getattr(dl, 'dataset', dl) for dl in loaders]
-    source = _unshard(loaders[0])
+    source = unshard(loaders[0])
     samplers = [part for place, part in find_parts(source) if belongs_to_sampler(place)]
     restored = [*roots, source]
     generators = [g for owner in restored for g in own_generators(owner).values()]
@@ -167,7 +171,7 @@ def _list_module(module: nn.Module, root: str, held: Held) -> Inventory:
     "Return the attributes of a module and its parts, without parameters, buffers and modules, and their hooks."
     found: Inventory = {}
     for path, m in module.named_modules():
-        place = '.'.join(filter(None, (root, path)))
+        place = _join(root, path)
         found |= _list_hooks(m, place, held)
         if isinstance(m, LazyModuleMixin):
             found[place] = _LAZY, ''
@@ -201,7 +205,7 @@ def _list_hooks(module: nn.Module, place: str, held: Held) -> Inventory:
 
 def _list_data(dl: Any, held: Held) -> Inventory:
     "Return the attributes of the data set, the collate function, the samplers and a loader of the user's."
-    dl = _unshard(dl)
+    dl = unshard(dl)
     if hasattr(type(dl), 'load_state_dict'):
         return {}
     found: Inventory = {}
@@ -213,7 +217,7 @@ def _list_data(dl: Any, held: Held) -> Inventory:
     owners = {'': dl, **{name: getattr(dl, name, None) for name in ('dataset', 'collate_fn')}}
     owners |= {path: part for path, part in parts if _is_entry(path)}
     for path, owner in owners.items():
-        place = '.'.join(filter(None, ('training loader', path)))
+        place = _join('training loader', path)
         if is_function(owner):
             found[place] = Fingerprints(held).mark(owner), _IN_DATA
         elif not is_installed(type(owner)):
@@ -245,10 +249,6 @@ def _list_sampler(sampler: Any, place: str, held: Held) -> Inventory:
     return found
 
 
-def _unshard(dl: Any) -> Any:
-    return dl.source if isinstance(dl, Shard) else dl
-
-
 def _list_learner(learn: Learner, held: Held) -> Inventory:
     "Return what the user's code keeps in the Learner; a tensor is the batch's, mostly."
     of_classes = [name for base in type(learn).__mro__ if is_installed(base) for name in vars(base)]
@@ -265,7 +265,7 @@ def _list_optimizer(opt: Any, held: Held) -> Inventory:
     # an optimizer with its own `state_dict` saves its attributes
     if not is_installed(type(opt)) and type(opt).state_dict is optim.Optimizer.state_dict:
         found |= _list_class(type(opt), _IN_OPTIMIZER, held)
-        found |= _list_plain(opt, name, _OPTIMIZER_NAMES, _IN_OPTIMIZER, held)
+        found |= _list_plain(opt, name, OPTIMIZER_INTERNALS, _IN_OPTIMIZER, held)
     for place, value in list_left_out(opt.state_dict()):
         found[f'{name}.{place}'] = Fingerprints(held).mark(value), _IN_OPTIMIZER
     return found

@@ -203,8 +203,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
                     f'resume={resume!r}: {folder.absolute()} has no checkpoint, and no callback writes one. The fit '
                     'starts from the beginning: add `Checkpoint()` to the callbacks.'
                 )
-            for cb in learn.cbs:
-                (trait_of(cb, 'start_over') or noop)()
+            learn.parts.callbacks.notify('start_over')
             return None
         path, state, info = found
         state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))

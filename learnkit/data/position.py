@@ -43,7 +43,7 @@ from learnkit.data.loader_state import (
     restore_loader_state,
     set_epochs,
 )
-from learnkit.data.shard import Shard
+from learnkit.data.shard import Shard, unshard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
@@ -159,8 +159,7 @@ class LoaderPosition:
         if self.start is not None:
             return self._resume_epoch()
         dl = self.dl
-        if self.number is not None:
-            set_epochs(_unshard(dl), self.number)
+        self._set_epochs()
         self._workers_ran = self.workers > 0 and workers_run(dl)
         drop_started_pass(dl)
         self.start = _capture(dl, with_global=True)
@@ -182,7 +181,7 @@ class LoaderPosition:
         now = _capture(self.dl)
         if self.n_workers and self.start is not None:
             now = _without_samplers(now)
-        dl = _unshard(self.dl) if self.start is None else self.dl
+        dl = unshard(self.dl) if self.start is None else self.dl
         name = f'The state of {type(dl).__name__}'
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
         if _has_state(dl) and (self.start is not None or not _is_stateful_dataloader(dl)):
@@ -248,7 +247,7 @@ class LoaderPosition:
         lost = [
             f'A {kind} with in_order=False gives batches as its workers finish them: some come twice and some not at '
             'all in an epoch that is resumed. Exact: in_order=True.'
-            for kind in find_out_of_order(_unshard(dl))
+            for kind in find_out_of_order(unshard(dl))
         ]
         if iterates_as_torch(dl) and dl.persistent_workers:
             lost.append(
@@ -275,6 +274,11 @@ class LoaderPosition:
                 yield batches
 
         return chain.from_iterable(group())
+
+    def _set_epochs(self) -> None:
+        "Call `set_epoch` of the loader and its parts with the number of the pass, if it has one."
+        if self.number is not None:
+            set_epochs(unshard(self.dl), self.number)
 
     def _restore_start(self, kept: Iterable[str] = ()) -> None:
         "Restore the generators as they were at the start of the pass, except for those whose paths are `kept`."
@@ -329,7 +333,7 @@ class LoaderPosition:
             with preserved_rng():
                 _skip(dl, self.n_before)
         if 'loader' in self._own_state:
-            loader = _unshard(dl)
+            loader = unshard(dl)
             loader.load_state_dict(deepcopy(self._own_state['loader']))
             if hasattr(loader, 'restart_on_stop_iteration'):
                 with _preserved(dl):
@@ -348,9 +352,7 @@ class LoaderPosition:
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
-        if self.number is not None:
-            # as `begin` did; a state may hold for this epoch only
-            set_epochs(_unshard(dl), self.number)
+        self._set_epochs()  # as `begin` did; a state may hold for this epoch only
         if self.n_workers:
             forget_workers(dl)  # of an interrupted pass of this process
         try:
@@ -384,8 +386,7 @@ class LoaderPosition:
         if is_foreign and has_start and not can_start_apart and not self._is_ended:
             return self._replay(n)
         _restore(dl, self.start)  # the loader may draw its order again
-        if self.number is not None:
-            set_epochs(_unshard(dl), self.number)  # a state may hold for this epoch only
+        self._set_epochs()  # a state may hold for this epoch only
         dl.load_state_dict(deepcopy(self._own_state['loader']))
         if is_foreign and self._is_ended:
             # the loader might begin the next epoch
@@ -489,7 +490,7 @@ class LoaderPosition:
         is_shared: bool,  # whether batches are drawn from a global generator
     ) -> None:
         "Warn if the last consumed batch differs from the saved one."
-        own = capture_own(_unshard(self.dl))
+        own = capture_own(unshard(self.dl))
         may_vary = is_shared or any(
             not are_equal(own.get(path), state)
             for path, state in self._own_state.get('own', {}).items()
@@ -593,13 +594,9 @@ def _iterate_rest(dl: Any) -> Iterator[Any]:
         dl.restart_on_stop_iteration = True
 
 
-def _unshard(dl: Any) -> Any:
-    return dl.source if isinstance(dl, Shard) else dl
-
-
 def _name(dl: Any) -> str:
     "Return the types of a loader and of its data set."
-    dl = _unshard(dl)
+    dl = unshard(dl)
     dataset = getattr(dl, 'dataset', None)
     name = type(dl).__name__
     return name if dataset is None else f'{name} of {type(dataset).__name__}'
@@ -613,7 +610,7 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     "Return the type and sizes that must match for a position to be restored; of a shard, the sizes over all ranks."
     batches = n_batches(dl)
     per_batch = dl.spec.per_round if isinstance(dl, Shard) else 1
-    dl = _unshard(dl)
+    dl = unshard(dl)
     bs = batch_size_of(dl)
     dataset = getattr(dl, '__dict__', {}).get('dataset')
     samples = dl.n if _is_tensor_loader(dl) else n_batches(dataset)
@@ -670,7 +667,7 @@ def _has_same_samples(dl: Any, saved: Mapping[str, Any], now: Mapping[str, Any])
         return False
     old, new = saved['batch size'], now['batch size']
     surplus = abs(saved['batches'] * old - now['batches'] * new)
-    return surplus == 0 or (surplus < max(old, new) and not getattr(_unshard(dl), 'drop_last', 0))
+    return surplus == 0 or (surplus < max(old, new) and not getattr(unshard(dl), 'drop_last', 0))
 
 
 def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
@@ -678,7 +675,7 @@ def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
     with _preserved(dl):
         # the length of a loader may depend on the epoch
         start = {name: state['start'].get(name, {}) for name in ('epochs', 'counts')}
-        restore_loader_state(_unshard(dl), start)
+        restore_loader_state(unshard(dl), start)
         _compare(state['drawn'], describe_drawn(dl))
 
 
@@ -714,7 +711,7 @@ def _capture(dl: Any, with_global: bool = False) -> State:
 
 def _capture_generators(dl: Any) -> State:
     "Return the states of the global generators and of a loader's own ones, by name."
-    return {GLOBAL: capture_rng(devices=False), **capture_own(_unshard(dl))}
+    return {GLOBAL: capture_rng(devices=False), **capture_own(unshard(dl))}
 
 
 def _restore(

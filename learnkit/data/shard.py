@@ -125,3 +125,8 @@ class Shard:
             for name, g in own_generators(self.source).items()
             if (self.draws_all or belongs_to_sampler(name)) and id(g) not in global_ids
         ]
+
+
+def unshard(dl: Any) -> Any:
+    "Return the loader that a shard is a part of, or any other loader itself."
+    return dl.source if isinstance(dl, Shard) else dl

@@ -30,7 +30,7 @@ from learnkit.core.batch import (
 from learnkit.core.denominator import IGNORED, denominator_of
 from learnkit.core.errors import BatchError, LossError
 from learnkit.core.files import as_local_path
-from learnkit.data.shard import Shard
+from learnkit.data.shard import unshard
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
 from learnkit.inference.sinks import save_plain
@@ -249,10 +249,9 @@ def shard_loader(learn: Learner, dl: Any) -> tuple[Any, Comm]:
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
 
-    source = dl.source if isinstance(dl, Shard) else dl
     batch_size = team.batch_size if team else 'process'
     rank_dl = shard(
-        source, world.data_rank, world.data_size, batch_size, count=batch_counter(learn)
+        unshard(dl), world.data_rank, world.data_size, batch_size, count=batch_counter(learn)
     )
     return rank_dl, _get_sharing_ranks(world, rank_dl)
 

@@ -46,7 +46,7 @@ from learnkit.core.random import (
 )
 from learnkit.core.validation import check_count, warn_user
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
-from learnkit.data.shard import Shard
+from learnkit.data.shard import unshard
 from learnkit.data.tensors import is_rows
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
@@ -423,7 +423,7 @@ def plan_loader(
 def _choose_loader(learn: Learner, ds_idx: int, dl: Any) -> Any:
     "Return the requested loader; for a shard, the loader that was sharded."
     dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
-    return dl.source if isinstance(dl, Shard) else dl
+    return unshard(dl)
 
 
 def _find_name(learn: Learner, ds_idx: int | None, dl: Any) -> str | None:
