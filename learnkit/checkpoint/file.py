@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from learnkit.checkpoint.host import allocate_bytes
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.file_tensor import FileTensor
-from learnkit.core.files import atomic_write
+from learnkit.core.files import atomic_write, identify_version
 from learnkit.core.plain import identify_memory, is_dense
 
 FORMAT = 3  # version of the layout of files
@@ -218,7 +218,7 @@ class _Entry:
     "Place of a tensor in a file, which can be read until the file changes."
 
     path: Path
-    version: Any  # result of `_identify_version`
+    version: Any  # result of `identify_version`
     offset: int  # in bytes
     like: Tensor  # tensor on the meta device, as it is stored
     view: Mapping[str, Any] = field(default_factory=dict)  # its entry of `views`
@@ -231,7 +231,7 @@ class _Entry:
             with self.path.open('rb') as f:
                 f.seek(self.offset)
                 n = f.readinto(content)
-                is_same = n == len(raw) and _identify_version(f) == self.version
+                is_same = n == len(raw) and identify_version(os.fstat(f.fileno())) == self.version
         except FileNotFoundError:
             is_same = False
         if not is_same:
@@ -241,12 +241,6 @@ class _Entry:
     def defer(self) -> Tensor:
         "Return a tensor that is read when it is needed."
         return FileTensor.make(_restore_view(self.like, self.view), self.read)
-
-
-def _identify_version(f: BinaryIO) -> Any:
-    "Return file, size and time of modification."
-    status = os.fstat(f.fileno())
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_state(
@@ -295,7 +289,7 @@ def _find_tensors(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     from safetensors import safe_open
 
     with path.open('rb') as f, safe_open(path, framework='pt') as file:
-        version = _identify_version(f)
+        version = identify_version(os.fstat(f.fileno()))
         length = int.from_bytes(f.read(8), 'little')
         header = json.loads(f.read(length))
         stored = {}

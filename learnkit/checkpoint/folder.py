@@ -23,7 +23,7 @@ from fastcore.basics import noop
 
 from learnkit.checkpoint.file import damaged_error, read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
-from learnkit.core.files import as_local_path, flush_file, flush_folder
+from learnkit.core.files import as_local_path, flush_file, flush_folder, identify_version
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import can_be_best
 from learnkit.engine.callback import Callback
@@ -241,7 +241,7 @@ def describe_shared_file(file: Path) -> list[Any]:
     found = file.stat()
     if found.st_nlink == 1:
         return describe_file(file)
-    key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    key = identify_version(found)
     if key not in _shared_digests:
         _shared_digests[key] = describe_file(file)[1]
     return [found.st_size, _shared_digests[key]]

@@ -166,6 +166,11 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def identify_version(status: os.stat_result) -> tuple[int, ...]:
+    "Return device, inode, size and time of modification, which differ after a file has been changed or replaced."
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def flush_file(path: Path) -> None:
     "Flush a file to disk."
     with path.open('rb+') as f:

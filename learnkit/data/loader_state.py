@@ -7,7 +7,7 @@ option, which a resumed process may set to another value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import NoneType
 from typing import Any
@@ -141,11 +141,18 @@ def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
 
 def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     "Yield (attribute path, object) of a loader, its samplers and its data sets, each once."
-    found = [('', dl)]
-    seen = {id(dl)}
+    return _walk(dl, _list_inner)
+
+
+def _walk(
+    root: Any, list_inner: Callable[[Any], Iterable[tuple[str, Any]]]
+) -> Iterator[tuple[str, Any]]:
+    "Yield (path, object) of an object and of all that a function lists within the objects, each once."
+    found = [('', root)]
+    seen = {id(root)}
     for path, owner in found:  # grows during the loop
         yield path, owner
-        for name, value in _list_inner(owner):
+        for name, value in list_inner(owner):
             if id(value) not in seen:
                 seen.add(id(value))
                 found.append((f'{path}.{name}'.removeprefix('.'), value))
@@ -163,34 +170,32 @@ def _list_inner(owner: Any) -> Iterator[tuple[str, Any]]:
 
 def has_lossy_state(dl: Any) -> bool:
     "Return True for a loader of Hugging Face's data that shuffle in a buffer, which their state leaves out."
-    owners = [getattr(dl, 'dataset', dl)]
-    seen = set()
-    for owner in owners:  # grows during the loop
-        if id(owner) in seen or type(owner).__module__.partition('.')[0] != 'datasets':
-            continue
-        seen.add(id(owner))
-        attributes = getattr(owner, '__dict__', {})
-        if 'buffer_size' in attributes:
-            return True
-        for value in attributes.values():
-            owners += value if isinstance(value, list) else [value]
-    return False
+    owners = _walk(getattr(dl, 'dataset', dl), _list_of_datasets)
+    return any('buffer_size' in _attributes_of_datasets(owner) for _, owner in owners)
+
+
+def _list_of_datasets(owner: Any) -> Iterator[tuple[str, Any]]:
+    "Yield the attributes of an object of the package `datasets`, and the entries of its lists."
+    for name, value in _attributes_of_datasets(owner).items():
+        yield from ((name, part) for part in (value if isinstance(value, list) else [value]))
+
+
+def _attributes_of_datasets(owner: Any) -> dict[str, Any]:
+    is_from_datasets = type(owner).__module__.partition('.')[0] == 'datasets'
+    return getattr(owner, '__dict__', {}) if is_from_datasets else {}
 
 
 def find_out_of_order(dl: Any) -> list[str]:
     "Return the types of a loader, and of the nodes that it is built of, whose workers finish in any order."
-    owners = [dl]
-    found = []
-    seen = {id(dl)}
-    for owner in owners:  # grows during the loop
-        has_workers = bool(getattr(owner, 'num_workers', True))
-        if has_workers and getattr(owner, 'in_order', True) is False:
-            found.append(type(owner).__name__)
-        for part in (getattr(owner, name, None) for name in _NODES):
-            if id(part) not in seen:
-                seen.add(id(part))
-                owners.append(part)
-    return found
+    return [
+        type(owner).__name__
+        for _, owner in _walk(dl, _list_nodes)
+        if getattr(owner, 'num_workers', True) and getattr(owner, 'in_order', True) is False
+    ]
+
+
+def _list_nodes(owner: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(owner, name)) for name in _NODES if hasattr(owner, name))
 
 
 def _find_epoch(owner: Any) -> str | None:

@@ -30,8 +30,8 @@ from learnkit.metrics.base import Mean, is_scalar
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
-# open loggers, which are closed at exit, even if they were removed from their Learner
 _ALL_STEPS = 2**62  # later than any step: keep the whole log
+# open loggers, which are closed at exit, even if they were removed from their Learner
 open_loggers: WeakSet[Logger] = WeakSet()
 
 

@@ -278,6 +278,7 @@ def adapt_state(
 
 
 def clone_tensor(t: Tensor) -> Tensor:
+    "Return a copy of a tensor; `Tensor.clone(t)` would not read the values of a `FileTensor`."
     return t.clone()
 
 
