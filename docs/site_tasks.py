@@ -99,13 +99,15 @@ _ROWS = (
         'stopping',
         'Early stopping and the best model',
         'Stop when a value no longer improves, and keep the best weights.',
-        'callbacks.tracking callbacks.stoppers callbacks.best_metric callbacks.optuna',
+        'callbacks.tracking callbacks.early_stopping callbacks.save_model callbacks.reduce_lr_on_plateau '
+        'callbacks.stoppers callbacks.best_metric callbacks.optuna',
     ),
     (
         'checkpoints',
         'Checkpoints and export',
         'Save and resume exactly, load weights, and export for inference.',
-        'callbacks.checkpoint callbacks.export checkpoint.compare checkpoint.digest interop.hub',
+        'callbacks.checkpoint callbacks.load_weights callbacks.export_for_inference '
+        'checkpoint.compare checkpoint.digest interop.hub',
     ),
     (
         'logging',

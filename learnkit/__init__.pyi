@@ -9,6 +9,9 @@ from .callbacks.best_metric import (
 from .callbacks.checkpoint import (
     Checkpoint as Checkpoint,
 )
+from .callbacks.early_stopping import (
+    EarlyStoppingCallback as EarlyStoppingCallback,
+)
 from .callbacks.ema import (
     EMA as EMA,
 )
@@ -47,6 +50,9 @@ from .callbacks.progress import (
 from .callbacks.recorder import (
     Recorder as Recorder,
 )
+from .callbacks.reduce_lr_on_plateau import (
+    ReduceLROnPlateau as ReduceLROnPlateau,
+)
 from .callbacks.replay import (
     Replay as Replay,
 )
@@ -57,6 +63,9 @@ from .callbacks.rnn import (
 )
 from .callbacks.sam import (
     SAM as SAM,
+)
+from .callbacks.save_model import (
+    SaveModelCallback as SaveModelCallback,
 )
 from .callbacks.schedule import (
     ParamScheduler as ParamScheduler,
@@ -69,9 +78,6 @@ from .callbacks.torch_scheduler import (
     LRScheduler as LRScheduler,
 )
 from .callbacks.tracking import (
-    EarlyStoppingCallback as EarlyStoppingCallback,
-    ReduceLROnPlateau as ReduceLROnPlateau,
-    SaveModelCallback as SaveModelCallback,
     TrackerCallback as TrackerCallback,
 )
 from .callbacks.training import (

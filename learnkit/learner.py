@@ -41,15 +41,15 @@ from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
-from learnkit.engine import optimizer, own_loop
+from learnkit.engine import custom_batch, optimizer
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import check_loss, check_microbatch, check_model, warn_of_rate
 from learnkit.engine.counters import COUNTER_OF_UNIT
+from learnkit.engine.custom_batch import EventCheck, list_overrides
 from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
-from learnkit.engine.own_loop import EventCheck, list_overrides
 from learnkit.engine.parts import Parts
 from learnkit.engine.resume import check_rewound
 from learnkit.engine.run import call_each, note_error, raise_first
@@ -292,14 +292,14 @@ class Learner(Loop):
         with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
             checkpoint = None
             if resume is not None and resume is not False:
-                from learnkit.checkpoint.state import find_checkpoint, resumed
+                from learnkit.checkpoint.resume import find_checkpoint, resumed
 
                 checkpoint = find_checkpoint(self, resume)
             optimizer.prepare_opt(self, lr, wd, reset_opt)
             self.parts.replay_source = None
             with (
                 optimizer.training_weights(self),
-                self.parts.strategy.run(self, 'fit'),
+                self.parts.processes.run(self, 'fit'),
                 fit_seams(self, checkpoint),
                 deferred.paused(),
             ):
@@ -549,7 +549,7 @@ class Learner(Loop):
         if unit == 'st':
             return self.parts.counters.steps + getattr(self.opt, 'n_steps', 0)
         if unit == 'sec':
-            return self.parts.strategy.seconds(self)
+            return self.parts.processes.seconds(self)
         return getattr(self.parts.counters, COUNTER_OF_UNIT[unit])
 
     @property
@@ -587,7 +587,7 @@ class Learner(Loop):
         Several processes that train together end once all of them have agreed to end
         (`DistributedTraining`).
         """
-        self.parts.strategy.stop(self)
+        self.parts.processes.stop(self)
 
     # -- freezing, precision and compilation -------------------------------------------------------
 
@@ -660,14 +660,14 @@ class Learner(Loop):
 
     # -- methods for a custom `train_batch` or `evaluate_batch` ------------------------------------
 
-    forward = own_loop.forward
-    compute_loss = own_loop.compute_loss
-    optimize = own_loop.optimize
-    report_loss = own_loop.report_loss
+    forward = custom_batch.forward
+    compute_loss = custom_batch.compute_loss
+    optimize = custom_batch.optimize
+    report_loss = custom_batch.report_loss
 
     # -- evaluation and prediction -----------------------------------------------------------------
 
-    @implemented_in('learnkit.inference.predict')
+    @implemented_in('learnkit.inference.validate')
     def validate(
         self,
         ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
@@ -849,7 +849,7 @@ class Learner(Loop):
 
     # -- saving and loading ------------------------------------------------------------------------
 
-    @implemented_in('learnkit.checkpoint.saving')
+    @implemented_in('learnkit.checkpoint.save_load')
     def save(
         self,
         file: str | Path,  # name below `path/model_dir`, or absolute path; `.pth` is appended
@@ -902,11 +902,11 @@ class Learner(Loop):
         >>> torch.equal(again.model.a, learn.model.a)
         True
         """
-        from learnkit.checkpoint.saving import load
+        from learnkit.checkpoint.save_load import load
 
         return load(self, file, with_opt=with_opt, device=device, strict=strict)
 
-    @implemented_in('learnkit.checkpoint.exchange')
+    @implemented_in('learnkit.checkpoint.save_learner')
     def save_learner(
         self,
         fname: str | Path = 'learner.pth',  # name below `path`, or absolute path
@@ -931,7 +931,7 @@ class Learner(Loop):
         Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
         """
 
-    @implemented_in('learnkit.checkpoint.saving')
+    @implemented_in('learnkit.inference.export')
     def export(
         self,
         fname: str | Path = 'export.pt2',  # name below `path`, or absolute path; appends `.pt2`
@@ -979,7 +979,7 @@ class Learner(Loop):
          'nondeterministic_state', 'optimizer', 'persistent', 'position', 'rng']
         """
 
-    @implemented_in('learnkit.checkpoint.state')
+    @implemented_in('learnkit.checkpoint.resume')
     def load_checkpoint_state(
         self,
         state: Mapping[str, Any],  # result of `checkpoint_state` of a Learner created the same way
@@ -1465,7 +1465,7 @@ class Learner(Loop):
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.parts.strategy.run(self, ''):
+        with self.parts.processes.run(self, ''):
             self(_before_epoch)  # no level is open: a with-block cannot be skipped
             yield self
             self(_after_epoch)
@@ -1515,7 +1515,7 @@ class Learner(Loop):
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
         self.parts.replay_source = None
-        self.parts.passes.forget()
+        self.parts.positions.forget()
         if self not in _open_learners:
             return []
         _open_learners.discard(self)
@@ -1584,7 +1584,7 @@ def load_learner(
     >>> torch.equal(again.model.weight, learn.model.weight)
     True
     """
-    from learnkit.checkpoint.exchange import build_learner
+    from learnkit.checkpoint.save_learner import build_learner
 
     learner_device = 'cpu' if cpu else device
     return build_learner(

@@ -31,8 +31,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 from typing_extensions import override
 
+from learnkit.callbacks.early_stopping import EarlyStoppingCallback
 from learnkit.callbacks.mixup import compute_unreduced
-from learnkit.callbacks.tracking import EarlyStoppingCallback, SaveModelCallback
+from learnkit.callbacks.save_model import SaveModelCallback
 from learnkit.core.activation import Outputs, find_activation, find_decoder, outputs_of
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import ClassTargets, Denominator, Unknown, denominator_of

@@ -120,8 +120,8 @@ CONSTANTS = {
 # attributes of the loop, and the objects of the engine that have a state; a table that names many of them lists it
 STATE = set(
     """batch batch_form dl dl_name epoch iter loader_name loss loss_grad n_epoch n_iter pct_train phase pred
-    train_iter training xb yb advice closure counters evaluations lengths loss_weights microbatches modes own_loop
-    passes""".split()
+    train_iter training xb yb advice closure counters evaluations lengths loss_weights microbatches modes custom_batch
+    positions""".split()
 )
 MANY = 7
 

@@ -14,12 +14,16 @@ from .best_metric import (
 from .checkpoint import (
     Checkpoint as Checkpoint,
 )
+from .early_stopping import (
+    EarlyStopper as EarlyStopper,
+    EarlyStopping as EarlyStopping,
+    EarlyStoppingCallback as EarlyStoppingCallback,
+)
 from .ema import (
     EMA as EMA,
 )
-from .export import (
+from .export_for_inference import (
     ExportForInference as ExportForInference,
-    LoadWeights as LoadWeights,
 )
 from .hooks import (
     Hook as Hook,
@@ -32,6 +36,9 @@ from .hooks import (
 from .live_plot import (
     ShowGraph as ShowGraph,
     ShowGraphCallback as ShowGraphCallback,
+)
+from .load_weights import (
+    LoadWeights as LoadWeights,
 )
 from .lr_finder import (
     LRFinder as LRFinder,
@@ -66,6 +73,9 @@ from .predictions import (
     FetchPredsCallback as FetchPredsCallback,
     MCDropoutCallback as MCDropoutCallback,
 )
+from .reduce_lr_on_plateau import (
+    ReduceLROnPlateau as ReduceLROnPlateau,
+)
 from .replay import (
     Replay as Replay,
 )
@@ -78,12 +88,13 @@ from .rnn import (
 from .sam import (
     SAM as SAM,
 )
+from .save_model import (
+    SaveModelCallback as SaveModelCallback,
+)
 from .schedule import (
     ParamScheduler as ParamScheduler,
 )
 from .stoppers import (
-    EarlyStopper as EarlyStopper,
-    EarlyStopping as EarlyStopping,
     FixedStopper as FixedStopper,
     ThresholdStopper as ThresholdStopper,
 )
@@ -91,9 +102,6 @@ from .torch_scheduler import (
     LRScheduler as LRScheduler,
 )
 from .tracking import (
-    EarlyStoppingCallback as EarlyStoppingCallback,
-    ReduceLROnPlateau as ReduceLROnPlateau,
-    SaveModelCallback as SaveModelCallback,
     TrackerCallback as TrackerCallback,
 )
 from .training import (

@@ -14,9 +14,9 @@ from learnkit.comm.dtensor import local_shards
 from learnkit.core.errors import OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
+from learnkit.engine.custom_batch import OptimizeCall
 from learnkit.engine.loss_weights import check_is_mean
 from learnkit.engine.microbatch import divide
-from learnkit.engine.own_loop import OptimizeCall
 
 
 @dataclass
@@ -156,7 +156,7 @@ class GradientAccumulation(Callback):
             return True
         if self._is_counted:
             return self._is_due(total.n_samples, total.n_batches)
-        n = self.learn.parts.strategy.count_samples(self.learn)
+        n = self.learn.parts.processes.count_samples(self.learn)
         return self._is_due(total.n_samples + n, total.n_batches + 1)
 
     def samples_per_step(self, bs: int) -> int:
@@ -172,7 +172,7 @@ class GradientAccumulation(Callback):
 
     def _measure(self) -> tuple[int, Any]:
         "Return number of samples and weight of the batch; the weight is None for a 'sum' loss."
-        strategy = self.learn.parts.strategy
+        strategy = self.learn.parts.processes
         return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
 
     def _count_batch(self, total: StepSum) -> None:
@@ -217,7 +217,7 @@ class GradientAccumulation(Callback):
         "Take a step for the samples left over."
         for turn, total in sorted(self._sums.items()):
             if total.n_samples and total.stepped:
-                with self.learn.parts.own_loop.opened(self.learn, OptimizeCall(turn or None)):
+                with self.learn.parts.custom_batch.opened(self.learn, OptimizeCall(turn or None)):
                     self._step_for_rest()
 
     def _step_for_rest(self) -> None:

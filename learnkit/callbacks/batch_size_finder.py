@@ -23,7 +23,7 @@ from learnkit.distributed.callback import DistributedTraining
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import is_out_of_memory
-from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.positions import TrainingPositions
 from learnkit.engine.snapshot import initialize_lazy, restored
 from learnkit.engine.traits import trait_of
 
@@ -63,7 +63,7 @@ def find_batch_size(
         learn.no_logging(),
         deferred.paused(),
     ):
-        learn.parts.passes = _SameBatch(batch)
+        learn.parts.positions = _SameBatch(batch)
         learn.parts.evaluations = NoEvaluations()
         learn.microbatch = learn.parts.whole_step = None
         return _search(learn, trial, max_size, exact)
@@ -146,7 +146,7 @@ class _Trial(Callback):
             raise CancelFitException
 
 
-class _SameBatch(TrainingPasses):
+class _SameBatch(TrainingPositions):
     "Training passes that consist of one batch, so that no loader is read."
 
     def __init__(self, batch: Any) -> None:

@@ -390,7 +390,7 @@ class Checkpoint(CheckpointWriter, Callback):
         lost = find_lost(before, take_inventory(self.learn)) + find_rank_states(self.learn)
         if lost:
             warn_user('\n  '.join([SUMMARY, *lost]))
-        of_data = self.learn.parts.passes.describe_lost_state(self.learn, point == 'batch')
+        of_data = self.learn.parts.positions.describe_lost_state(self.learn, point == 'batch')
         for text in of_data:
             warn_user(text)
         self._lost = [*lost, *of_data]
@@ -424,7 +424,7 @@ class Checkpoint(CheckpointWriter, Callback):
             'learnkit': VERSION,
             'torch': str(torch.__version__),
             'run': self._run_id,
-            'place': point,
+            'point': point,
             'epoch': self.learn.epoch,
             'ba': self.learn.time.ba,
             **self._describe_run(),

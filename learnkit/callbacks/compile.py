@@ -37,9 +37,9 @@ from torch import Tensor, is_autocast_enabled, nn
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.model import takes_batches
+from learnkit.engine.custom_batch import list_overrides
 from learnkit.engine.events import METHODS, STEP_EVENTS
 from learnkit.engine.loss import total_loss
-from learnkit.engine.own_loop import list_overrides
 from learnkit.engine.seams import train_whole_batch
 from learnkit.optim.wrapper import OptimWrapper
 

@@ -37,7 +37,7 @@ from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.dispatch import as_list
-from learnkit.engine.evaluation import EvaluationSchedule
+from learnkit.engine.evaluation_schedule import EvaluationSchedule
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.snapshot import initialize_lazy, restored, restored_objects
 from learnkit.engine.traits import trait_of

@@ -160,7 +160,7 @@ class MixedPrecision(Callback):
         "Return True if the predictions are the scores of torch's cross-entropy in a training batch."
         learn = self.learn
         # a custom training loop may compute any loss after `learn.forward`
-        if not learn.training or learn.parts.own_loop.calls_modules:
+        if not learn.training or learn.parts.custom_batch.calls_modules:
             return False
         loss_func = unwrap_partial(learn.loss_func)
         is_torchs = loss_func is F.cross_entropy or type(loss_func) in CROSS_ENTROPIES

@@ -29,7 +29,7 @@ from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.model import name_of
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.own_loop import list_overrides
+from learnkit.engine.custom_batch import list_overrides
 from learnkit.losses import BaseLoss
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ def explain_nonfinite(
     as callbacks left it; parameters and buffers; and the outputs of modules in a second forward
     pass with the same random numbers, after which buffers are restored.
     """
-    indices = learn.parts.passes.indices(learn)
+    indices = learn.parts.positions.indices(learn)
     if learn.loss.isfinite():
         return f'The loss function gave {learn.loss.item():g}: a callback has changed it since.'
     names = find_bad_data(learn, indices) or find_bad_weights(learn)
@@ -99,7 +99,7 @@ def explain_nonfinite(
 
 def describe_samples(learn: Learner) -> str:
     "Return a sentence with the samples of the batch, or '' if unknown."
-    indices = learn.parts.passes.indices(learn)
+    indices = learn.parts.positions.indices(learn)
     return f' The batch has the samples {format_few(indices)} of the data set.' if indices else ''
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from fastcore.foundation import L
@@ -14,9 +14,6 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.traits import trait_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class FetchPredsCallback(Callback):

@@ -186,7 +186,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if (
             not learn.training
             or learn.parts.closure.repeating
-            or not learn.parts.strategy.has_local_samples
+            or not learn.parts.processes.has_local_samples
         ):
             return
         if learn.microbatch != 'auto':
@@ -230,7 +230,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self.smooth_loss.accumulate(learn, self._loss_weight())
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
-            if self._train and not learn.microbatch and learn.parts.strategy.has_local_samples:
+            if self._train and not learn.microbatch and learn.parts.processes.has_local_samples:
                 self._accumulate(learn)
             while self._microbatches:
                 self._accumulate(self._microbatches.pop(0))
@@ -240,7 +240,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _loss_weight(self) -> Any:
         "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
-        if learn.world.size > 1 and not learn.parts.strategy.has_local_samples:
+        if learn.world.size > 1 and not learn.parts.processes.has_local_samples:
             return 0
         if self.train_loss == 'smooth' and learn.world.size == 1:
             return 1
@@ -351,7 +351,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return True on a rank whose batch only fills up the round of the other ranks."
         learn = self.learn
         has_batch = is_open(learn, 'train') or is_open(learn, 'validate')
-        return has_batch and not learn.parts.strategy.has_local_samples
+        return has_batch and not learn.parts.processes.has_local_samples
 
     def after_epoch(self) -> None:
         current = self.epoch_metrics

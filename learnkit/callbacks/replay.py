@@ -21,7 +21,7 @@ from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import has_foreign_opt
-from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.positions import TrainingPositions
 from learnkit.engine.seams import fit_seams
 from learnkit.engine.snapshot import restored
 from learnkit.engine.traits import trait_of
@@ -114,7 +114,7 @@ class Replay(Callback):
         error = self.learn.error
         self._error_places = () if error is None else list_places(error)
         if self._current is not None and self._current.state['training']:
-            self._indices = self.learn.parts.passes.indices(self.learn)
+            self._indices = self.learn.parts.positions.indices(self.learn)
 
     def _record_run(self) -> None:
         "Keep the training modes of the modules, and the callbacks."
@@ -177,12 +177,12 @@ def repeat(learn: Learner, source: Replay, drawn: Drawn, detect_anomaly: bool) -
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train' if training else 'validate')
     learn.parts.whole_step = None  # a compiled step has no events inside
-    learn.parts.passes = KnownPass(source._indices)
+    learn.parts.positions = KnownPass(source._indices)
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
 
     with (
-        learn.parts.strategy.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
+        learn.parts.processes.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
         fit_seams(learn, None),
         torch.set_grad_enabled(training),
     ):
@@ -206,7 +206,7 @@ def repeat(learn: Learner, source: Replay, drawn: Drawn, detect_anomaly: bool) -
     return loss
 
 
-class KnownPass(TrainingPasses):
+class KnownPass(TrainingPositions):
     "Pass over the data whose indices are known: the indices of the repeated batch."
 
     def __init__(self, known: list[Any] | None) -> None:

@@ -16,7 +16,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
 from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
-from learnkit.engine.own_loop import make_repeat_error, replaces_batch
+from learnkit.engine.custom_batch import make_repeat_error, replaces_batch
 
 EPS = 1e-12  # added to the norm in the divisor
 
@@ -82,7 +82,10 @@ class SAM(Callback):
         params = [p for p in learn.step_parameters if p.grad is not None]
         if not params:
             return
-        if learn.parts.own_loop.call is not None and learn.parts.own_loop.call.compute is None:
+        if (
+            learn.parts.custom_batch.call is not None
+            and learn.parts.custom_batch.call.compute is None
+        ):
             raise make_repeat_error('SAM')
         self._repeat_passes(params)
 

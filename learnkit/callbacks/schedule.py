@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from learnkit.callbacks.torch_scheduler import LRScheduler
-from learnkit.checkpoint.state import find_checkpoint
+from learnkit.checkpoint.resume import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that end a fit at a time or at a threshold, and other names of early stopping."""
+"""Callbacks that end a fit at a time or at a threshold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.recorder import epoch_row, records
 from learnkit.callbacks.tracking import (
     Comparison,
-    EarlyStoppingCallback,
     Monitor,
     TrackerCallback,
 )
@@ -21,8 +20,6 @@ from learnkit.core.watched import is_better
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
 from learnkit.metrics.direction import as_comparison
-
-EarlyStopping = EarlyStopper = EarlyStoppingCallback  # names in Composer, ksuit and others
 
 
 class FixedStopper(Callback):

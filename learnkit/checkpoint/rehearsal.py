@@ -98,7 +98,7 @@ def find_rank_states(learn: Learner) -> list[str]:
     if learn.world.size == 1:
         return []
     own = {
-        _join('model', name, 'get_extra_state'): _digest_state(module)
+        _join('model', name, 'get_extra_state'): _digest_extra_state(module)
         for name, module in bare_model(learn.model).named_modules()
         if has_extra_state(module)
     }
@@ -112,7 +112,7 @@ def _join(*names: str) -> str:
     return '.'.join(filter(None, names))
 
 
-def _digest_state(module: nn.Module) -> str | None:
+def _digest_extra_state(module: nn.Module) -> str | None:
     try:
         return digest(to_plain(module.get_extra_state(), 'extra state'))
     except OptionError:

@@ -169,7 +169,7 @@ _POSITION = {
 _LOOP = {
     **{name: {int: is_count, float: is_amount}.get(kind, kind) for name, kind in SAVED.items()},
     'epoch': is_epoch,
-    'place': lambda value: value in ('', 'batch', 'epoch', 'iteration'),
+    'point': lambda value: value in ('', 'batch', 'epoch', 'iteration'),
     'n_drawn': is_count,
     'step': Maybe(is_count),
     'stage': Maybe(is_count),

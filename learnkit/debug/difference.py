@@ -30,7 +30,7 @@ from learnkit.core.validation import check_number
 from learnkit.debug.moment import Fit, Moment, StopBefore
 from learnkit.debug.record import Record
 from learnkit.debug.rewind import RecordedRun, list_runs
-from learnkit.debug.trace import WatchedTable, digest, digest_state, replace_tables
+from learnkit.debug.trace import WatchedTable, digest_tensors, read_watched, replace_tables
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.resume import find_checkpoint_folder
@@ -291,7 +291,7 @@ class CommonCheckpoints:
 
     def __init__(self, a: RecordedRun, b: RecordedRun, atol: float) -> None:
         self._atol = atol
-        entries = [{(e.info['ba'], e.info['place']): e for e in run.checkpoints} for run in (a, b)]
+        entries = [{(e.info['ba'], e.info['point']): e for e in run.checkpoints} for run in (a, b)]
         self.pairs = {
             key: (entries[0][key], entries[1][key]) for key in entries[0].keys() & entries[1].keys()
         }
@@ -447,17 +447,17 @@ class ObservedTable(WatchedTable):
         if event == 'after_draw':
             values['batch'] = self.read(learn.batch)
         if event == 'after_draw' and learn.training:
-            values['order of samples'] = learn.parts.passes.indices(learn)
+            values['order of samples'] = learn.parts.positions.indices(learn)
         return values
 
 
 def _find_reader(keep: bool) -> Callable[[Any], Any]:
     "Return f(value), which returns the part of a value that is compared."
-    return _copy_tensors if keep else digest
+    return _copy_tensors if keep else digest_tensors
 
 
 def _read_state(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any]:
-    return digest_state(learn, read) | _read_optimizer(learn, read)
+    return read_watched(learn, read) | _read_optimizer(learn, read)
 
 
 def _copy_tensors(o: Any) -> list[Tensor]:

@@ -21,11 +21,11 @@ from learnkit.core.time import Time
 from learnkit.data.show import show_samples
 from learnkit.debug.record import Record, refuse
 from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
-from learnkit.debug.trace import digest
+from learnkit.debug.trace import digest_tensors
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import keeps_attributes
+from learnkit.engine.custom_batch import list_overrides
 from learnkit.engine.dispatch import as_callback, as_list
-from learnkit.engine.own_loop import list_overrides
 from learnkit.engine.resume import ResumeState, list_checkpoint_writers
 from learnkit.engine.snapshot import restored
 from learnkit.engine.traits import trait_of
@@ -42,7 +42,7 @@ class StopBefore(Callback):
 
     >>> from learnkit.testing import synth_learner
     >>> stop = StopBefore(Time('15ba'))
-    >>> with synth_learner(n_train=10).no_bar() as learn: travel(learn, stop, lambda learn, resume: learn.fit(3))
+    >>> with synth_learner(n_train=10).no_bar() as learn: seek(learn, stop, lambda learn, resume: learn.fit(3))
     >>> stop.state['loop']['epoch'], stop.state['loop']['n_drawn'], sorted(stop.losses)[-1]
     (1, 5, 14)
     """
@@ -93,10 +93,10 @@ class StopBefore(Callback):
         learn = self.learn
         self._batch = learn.parts.counters.batches
         if self.first_batch is None:
-            self.first_batch = digest(learn.batch)
+            self.first_batch = digest_tensors(learn.batch)
         if learn.time < self._until:
             return
-        indices = learn.parts.passes.indices(learn)
+        indices = learn.parts.positions.indices(learn)
         self.drawn = {'batch': learn.batch, 'xb': learn.xb, 'yb': learn.yb, 'indices': indices}
         self._leave()
 
@@ -132,7 +132,7 @@ class _Arrived(Exception):
     "Leave the function that trains: its fit has reached the batch and ended."
 
 
-def travel(
+def seek(
     learn: Learner,
     stop: StopBefore,
     fit: Fit,
@@ -195,7 +195,7 @@ class Moment:
         self.n_epoch = stop.n_epoch
         self.batch, self.xb, self.yb = (stop.drawn[name] for name in ('batch', 'xb', 'yb'))
         self.indices: list[Any] | None = stop.drawn['indices']
-        self._digest = digest(self.batch)
+        self._digest = digest_tensors(self.batch)
         self._first_loss_func = stop.loss_funcs[0]
         self._fit = fit
         self._state = stop.state
@@ -383,7 +383,7 @@ class Moment:
             if resume is not self._state:  # a callback may have changed it on the way
                 self.learn.loss_func = self._first_loss_func
             self._remove_new_attributes()
-            travel(self.learn, stop, self._fit, resume, cbs)
+            seek(self.learn, stop, self._fit, resume, cbs)
         if resume is self._state and stop.first_batch != self._digest:
             refuse([f'batch {self.ba} is not the same batch again'], self._exact)
         if is_same:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learnkit.callbacks.model_summary import summarize_learner
 from learnkit.callbacks.recorder import Recorder, recorder_of
-from learnkit.checkpoint.saving import resolve_path
+from learnkit.checkpoint.save_load import resolve_path
 from learnkit.core.device import find_used_accelerator
 from learnkit.core.environment import describe_environment
 from learnkit.core.errors import MetricError, OptionError

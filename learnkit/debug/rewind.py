@@ -21,14 +21,14 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import DEFERRED, Entry, entries, has_own_files
-from learnkit.checkpoint.state import find_checkpoint
+from learnkit.checkpoint.resume import find_checkpoint
 from learnkit.core.errors import CheckpointError, OptionError
 from learnkit.core.file_tensor import read_values
 from learnkit.core.model import preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, Timestamp
 from learnkit.core.validation import warn_user
-from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, travel
+from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, seek
 from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.resume import SAVE_POINTS, ResumeState, find_checkpoint_folder
@@ -93,7 +93,7 @@ class RecordedRun:
         "Return True if the newest checkpoint is of the end of the fit, not of a run that was killed."
         loop = read_state(self.checkpoints[0].path)[0]['loop']
         is_last = loop['stopping'] or loop['epoch'] + 1 == loop['n_epoch']
-        return bool(SAVE_POINTS[loop['place']] == 'epoch' and is_last)
+        return bool(SAVE_POINTS[loop['point']] == 'epoch' and is_last)
 
     def read_record(self) -> Record:
         "Return the recorded losses."
@@ -202,7 +202,7 @@ def rewind(
     refuse(find_inexact(learn, run, origin), exact)
     record = _read_comparable(learn, run)
     length = run.find_after(origin).info['n_epoch']
-    moment = _go(learn, run, origin, until, fit or make_fit(length), record, exact)
+    moment = _replay(learn, run, origin, until, fit or make_fit(length), record, exact)
     if moment.n_epoch != length:
         budgets = [
             'until a budget is used' if n is None else f'{n} epochs'
@@ -235,7 +235,7 @@ def make_fit(n_epoch: int | None) -> Fit:
     return lambda learn, **kw: learn.fit(n_epoch, **kw)
 
 
-def _go(
+def _replay(
     learn: Learner,
     run: RecordedRun,
     origin: Entry | None,
@@ -253,7 +253,7 @@ def _go(
     needed = set(run.info['callbacks']).difference(key for _, key in _list_silent(learn))
     stop = StopBefore(until, None if resume is None else resume.state, needed)
     try:
-        travel(learn, stop, fit, resume or False)
+        seek(learn, stop, fit, resume or False)
     finally:
         learn.parts.rewound = run.folder.absolute()
     if not stop.drawn:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.digest import digest as digest_plain
+from learnkit.checkpoint.digest import digest
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.random import capture_rng
 from learnkit.engine.dispatch import Entry, HandlerTable
@@ -208,11 +208,11 @@ class TracedTable(WatchedTable):
 
     def _watch(self, handler: Callable[[], Any], cb: Any, name: str) -> None:
         __tracebackhide__ = True
-        before = digest_state(self.learn)
+        before = read_watched(self.learn)
         try:
             handler()
         finally:
-            after = digest_state(self.learn)
+            after = read_watched(self.learn)
             cb_name = type(cb).__name__
             is_observer = bool(getattr(cb, 'observer', False))
             self.trace += [
@@ -222,29 +222,29 @@ class TracedTable(WatchedTable):
             ]
 
 
-def digest(o: Any) -> str:
+def digest_tensors(o: Any) -> str:
     "Return a digest of the tensors in a nested structure, or its description if there are none."
     tensors = [t if t.layout is torch.strided else t.to_dense() for t in tensors_in(o)]
-    return digest_plain(tensors, leave_out=()) if tensors else describe(o)
+    return digest(tensors, leave_out=()) if tensors else describe(o)
 
 
-def digest_state(
+def read_watched(
     learn: Learner,
-    digest: Callable[[Any], Any] = digest,  # f(tensors): what is returned of each value
+    read: Callable[[Any], Any] = digest_tensors,  # f(tensors): what is returned of each value
 ) -> dict[str, Any]:
-    "Return a digest of every value that a callback may change, by name."
+    "Return a digest, or the result of `read`, of every value that a callback may change, by name."
     found: dict[str, Any] = {
-        name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
+        name: read(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
     }
     params = [(n, p) for n, p in learn.model.named_parameters() if not is_lazy(p)]
     buffers = [(n, b) for n, b in learn.model.named_buffers() if not is_lazy(b)]
-    found |= {f'weight {n}': digest(p) for n, p in params}
-    found |= {f'buffer {n}': digest(b) for n, b in buffers}
-    found |= {f'gradient of {n}': digest(p.grad) for n, p in params if p.grad is not None}
+    found |= {f'weight {n}': read(p) for n, p in params}
+    found |= {f'buffer {n}': read(b) for n, b in buffers}
+    found |= {f'gradient of {n}': read(p.grad) for n, p in params if p.grad is not None}
     if learn.opt is not None:
         groups = learn.opt.hypers
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    found['random numbers'] = digest_plain(capture_rng(), leave_out=())
+    found['random numbers'] = digest(capture_rng(), leave_out=())
     return found

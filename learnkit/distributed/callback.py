@@ -26,12 +26,12 @@ from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.compare import check_alike, check_bare, compute_totals, describe_loaders
 from learnkit.distributed.ddp import Parallelism, Replicas, average
 from learnkit.distributed.failures import Failures
+from learnkit.distributed.processes import ManyProcesses, share_generators
 from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
-from learnkit.distributed.strategy import SeveralProcesses, share_generators
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count, token_count
+from learnkit.engine.processes import OneProcess
 from learnkit.engine.run import clear_pass
-from learnkit.engine.strategy import SingleProcess
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -141,7 +141,7 @@ class DistributedTraining(Callback):
         self._saved_attributes = {'dls': learn.dls, 'logger': learn.logger}
         self.failures = Failures(world)
         learn.world = world
-        learn.parts.strategy = SeveralProcesses(self)
+        learn.parts.processes = ManyProcesses(self)
         try:
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
@@ -215,7 +215,7 @@ class DistributedTraining(Callback):
             for name, value in saved.items():
                 setattr(learn, name, value)
             learn.world = SINGLE_RANK
-            learn.parts.strategy = SingleProcess()
+            learn.parts.processes = OneProcess()
             world.leave()
 
     def fail(
@@ -308,7 +308,7 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.weights is None and has_weights(learn) and not learn.microbatch:
             self.sum_weights()
-        averages = not learn.parts.own_loop.calls_modules and self._will_step()
+        averages = not learn.parts.custom_batch.calls_modules and self._will_step()
         batch.local = not averages
         return self.parallelism.begin_pass(learn, averages)
 
@@ -353,7 +353,7 @@ class DistributedTraining(Callback):
         if self.batch.weights is None:
             learn = self.learn
             # a filler does not count
-            has_samples = learn.parts.strategy.own_samples(learn) > 0
+            has_samples = learn.parts.processes.own_samples(learn) > 0
             weight = (
                 learn.parts.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
                 if has_samples
@@ -417,20 +417,20 @@ class GradientMean(Callback):
     def before_batch(self) -> None:
         "Weigh the whole batch before it is split into microbatches."
         learn = self.learn
-        team = learn.parts.strategy.team
+        team = learn.parts.processes.team
         if team is not None and learn.microbatch and has_weights(learn):
             team.sum_weights()
 
     def before_backward(self) -> None:
         "Multiply the loss by this rank's share of the batch."
-        factor = self.learn.parts.strategy.gradient_share(self.learn)
+        factor = self.learn.parts.processes.gradient_share(self.learn)
         if isinstance(factor, Tensor) or factor != 1:
             self.learn.loss_grad = self.learn.loss_grad * factor
 
     def before_step(self) -> None:
         "Average gradients that the backward pass has not reduced, and gradients of the loss function's parameters."
         learn = self.learn
-        team = learn.parts.strategy.team
+        team = learn.parts.processes.team
         if team is None:
             return
         batch = team.batch
@@ -443,7 +443,7 @@ class GradientMean(Callback):
 
     def before_validate(self) -> None:
         "Broadcast buffers again, because averaged weights may include buffers."
-        team = self.learn.parts.strategy.team
+        team = self.learn.parts.processes.team
         if team is not None:
             team.parallelism.share_buffers(self.learn)
 

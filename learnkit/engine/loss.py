@@ -27,7 +27,7 @@ def call_model(learn: Learner) -> Any:
     return call_module(learn, learn.model)
 
 
-def compute_loss(
+def compute_batch_loss(
     learn: Learner,
     output: Any,  # what the model returned; `learn.pred` is what callbacks made of it
 ) -> Tensor | None:

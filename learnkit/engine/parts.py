@@ -12,13 +12,13 @@ import torch
 from learnkit.core.model import WholeBatches
 from learnkit.engine.advice import Advice
 from learnkit.engine.counters import Counters
-from learnkit.engine.evaluation import EvaluationSchedule
+from learnkit.engine.custom_batch import ClosureStep, CustomBatch
+from learnkit.engine.evaluation_schedule import EvaluationSchedule
 from learnkit.engine.lengths import Lengths
 from learnkit.engine.loss_weights import LossWeights
 from learnkit.engine.microbatch import Microbatches
-from learnkit.engine.own_loop import ClosureStep, OwnLoop
-from learnkit.engine.passes import TrainingPasses
-from learnkit.engine.strategy import SingleProcess
+from learnkit.engine.positions import TrainingPositions
+from learnkit.engine.processes import OneProcess
 from learnkit.engine.train_eval import Modes
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class Parts:
     counters: Counters = field(default_factory=Counters, metadata=UNDONE)
     evaluations: Any = field(default_factory=EvaluationSchedule, metadata=UNDONE)
     modes: Modes = field(default_factory=Modes, metadata=UNDONE)
-    passes: TrainingPasses = field(default_factory=TrainingPasses, metadata=UNDONE)
+    positions: TrainingPositions = field(default_factory=TrainingPositions, metadata=UNDONE)
     microbatches: Microbatches = field(default_factory=Microbatches, metadata=UNDONE)
     closure: ClosureStep = field(default_factory=ClosureStep, metadata=UNDONE)
-    own_loop: OwnLoop = field(default_factory=OwnLoop, metadata=UNDONE)
+    custom_batch: CustomBatch = field(default_factory=CustomBatch, metadata=UNDONE)
     lengths: Lengths = field(default_factory=Lengths, metadata=UNDONE)
     loss_weights: LossWeights = field(default_factory=LossWeights)
     advice: Advice = field(default_factory=Advice, metadata=UNDONE)
-    strategy: Any = field(default_factory=SingleProcess)  # or SeveralProcesses
+    processes: Any = field(default_factory=OneProcess)  # or ManyProcesses
     whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
     whole_step: Any = None  # instead of the default training batch; set by `compile(step=True)`
     resuming: Any = None  # ResumeState of a checkpoint that is not restored yet

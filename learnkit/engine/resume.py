@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from learnkit.core.errors import CheckpointError
 from learnkit.engine.dispatch import list_running
-from learnkit.engine.passes import (
+from learnkit.engine.positions import (
     Source,
-    TrainingPasses,
+    TrainingPositions,
     draw,
     end_iteration,
     ends_iteration,
@@ -57,9 +57,9 @@ class ResumeState:
         return loop
 
     @property
-    def at(self) -> str:
+    def point(self) -> str:
         "Point of the loop at which the checkpoint is restored."
-        return SAVE_POINTS[self.loop['place']]
+        return SAVE_POINTS[self.loop['point']]
 
     def keep(self) -> None:
         "Keep what is restored, whatever happens from here on."
@@ -139,8 +139,8 @@ class ResumedRun(Source):
     before the first remaining batch.
     """
 
-    def __init__(self, passes: TrainingPasses, resume: ResumeState) -> None:
-        self.passes = passes
+    def __init__(self, positions: TrainingPositions, resume: ResumeState) -> None:
+        self.positions = positions
         self.resume = resume
 
     @override
@@ -148,13 +148,13 @@ class ResumedRun(Source):
         "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
         r = learn.parts.resuming
         epoch: int = r.loop['epoch']
-        if r.at == 'epoch':
+        if r.point == 'epoch':
             self._restore_after_epoch(learn)
             if learn.run.stopping:
                 r.keep()
                 return iter(())  # the checkpoint is of a fit that was stopped
             epoch += 1
-        return self.passes.epochs(learn, epoch)
+        return self.positions.epochs(learn, epoch)
 
     def _restore_after_epoch(self, learn: Learner) -> None:
         r = learn.parts.resuming
@@ -164,8 +164,8 @@ class ResumedRun(Source):
         if per_iteration is not None and (epoch + 1) % per_iteration:
             learn('before_iteration')
         resume_at(learn, 'epoch')
-        learn.parts.passes.resume(learn.dls, r.state['position'])
-        if r.loop['place'] == 'epoch' and ends_iteration(learn):
+        learn.parts.positions.resume(learn.dls, r.state['position'])
+        if r.loop['point'] == 'epoch' and ends_iteration(learn):
             end_iteration(learn)
 
     @override
@@ -173,15 +173,15 @@ class ResumedRun(Source):
         "Return the batches that remain of the epoch of the checkpoint, and all of any other epoch."
         r = learn.parts.resuming
         if not (learn.training and learn.fitting):
-            return self.passes.batches(learn)
+            return self.positions.batches(learn)
         if r is None:
-            numbers, drawn = self.passes.batches(learn)
+            numbers, drawn = self.positions.batches(learn)
             return numbers, self._keep_after_first(drawn)
-        self.passes.prepare(learn)
+        self.positions.prepare(learn)
         set_length(learn)
         resume_at(learn, 'batch')
-        self.passes.resume(learn.dls, r.state['position'])
-        batches = self.passes.open(learn, continued=True)
+        self.positions.resume(learn.dls, r.state['position'])
+        batches = self.positions.open(learn, continued=True)
         if learn.run.stopping:
             return range(0), iter(())
         numbers = set_length(learn, r.loop['n_drawn'])
@@ -195,7 +195,7 @@ class ResumedRun(Source):
 
     @override
     def end(self, learn: Learner) -> None:
-        self.passes.end(learn)
+        self.positions.end(learn)
 
 
 def _call_after_first(items: Iterator[Any], call: Callable[[], None]) -> Iterator[Any]:
@@ -212,7 +212,7 @@ def resume_at(learn: Learner, point: str) -> None:
     r = learn.parts.resuming
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
-    if is_its_epoch and r.at == point:
+    if is_its_epoch and r.point == point:
         r.restore(learn, r)
         return
     if not is_its_epoch:

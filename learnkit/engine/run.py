@@ -109,7 +109,7 @@ def open_run(
         except BaseException as e:
             error = explain_error(learn, e)
             if run.depth == 1:
-                learn.parts.strategy.end_run(learn, error)
+                learn.parts.processes.end_run(learn, error)
             else:
                 learn.parts.callbacks.notify('on_run_failed')
             if error is not e:
@@ -117,7 +117,7 @@ def open_run(
             raise
         else:
             if run.depth == 1:
-                learn.parts.strategy.end_run(learn, None)
+                learn.parts.processes.end_run(learn, None)
         finally:
             run.levels, run.kind, learn.fitting, run.depth = outer
             learn.parts.callbacks.release(held)
@@ -159,7 +159,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     run = learn.run
     if error is not None:
         forget_run(learn)
-    learn.parts.passes.close()
+    learn.parts.positions.close()
     learn.parts.resuming = None
     learn.resumed = False
     learn.error = None
@@ -173,7 +173,7 @@ def forget_run(learn: Learner) -> None:
     "Release the tensors of a failed run, and the persistent workers of its loaders."
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
         forget_workers(dl)
-    learn.parts.passes.forget()
+    learn.parts.positions.forget()
     learn._end_cleanup()
     if learn.opt is not None:
         learn.opt.zero_grad()

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import FitError
-from learnkit.engine.loss import call_model, compute_loss
-from learnkit.engine.passes import Source
+from learnkit.engine.loss import call_model, compute_batch_loss
+from learnkit.engine.positions import Source
 from learnkit.engine.resume import ResumedRun
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Seams:
     def __init__(self) -> None:
         self.source: Source = Source()
         self.model: Callable[[Any], Any] = call_model
-        self.loss: Callable[[Any, Any], Any] = compute_loss
+        self.loss: Callable[[Any, Any], Any] = compute_batch_loss
         self.batch: Callable[[Any], None] | None = None  # None: `_do_pred_loss`, `_do_grad_opt`
         self.step: Callable[[Any], None] | None = None  # None: `opt.step()`
         self.holders: dict[str, str] = {}  # seam to the feature that holds it
@@ -104,9 +104,9 @@ def fit_seams(
     before: dict[str, Any] = {}
     try:
         if checkpoint is not None:
-            before |= seams.take('resume', source=ResumedRun(learn.parts.passes, checkpoint))
+            before |= seams.take('resume', source=ResumedRun(learn.parts.positions, checkpoint))
         elif 'source' not in seams.holders:  # with another source, no fit resumes within an epoch
-            before |= seams.take('checkpoints', source=learn.parts.passes)
+            before |= seams.take('checkpoints', source=learn.parts.positions)
         if learn.opt.needs_closure:
             before |= seams.take(repr(learn.opt), step=learn.parts.closure)
         if learn.microbatch:
@@ -114,7 +114,7 @@ def fit_seams(
         elif learn.parts.whole_step is not None:
             before |= seams.take('compile(step=True)', batch=learn.parts.whole_step)
         learn.parts.advice.begin_fit()
-        learn.parts.passes.begin_fit(learn)
+        learn.parts.positions.begin_fit(learn)
         yield
     finally:
         seams.give_back(before)

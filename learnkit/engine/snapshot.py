@@ -260,7 +260,7 @@ def restored(
         )
     )
     stack.callback(_restore_cbs, learn, cbs)
-    learn.parts.passes.forget()  # the batches of an open pass belong to the training
+    learn.parts.positions.forget()  # the batches of an open pass belong to the training
     return stack
 
 

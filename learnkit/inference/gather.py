@@ -244,7 +244,7 @@ class Replicated(list[Any]):
 def shard_loader(learn: Learner, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world = learn.world
-    team = learn.parts.strategy.team
+    team = learn.parts.processes.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard

@@ -36,7 +36,7 @@ from learnkit.data.preserve import preserve_loaders
 from learnkit.data.show import as_targets, class_axis, find_errors, show_samples
 from learnkit.data.tables import class_names, shorten
 from learnkit.inference.gather import find_ignore_index, reorder_samples
-from learnkit.inference.predict import plan_loader
+from learnkit.inference.loaders import plan_loader
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

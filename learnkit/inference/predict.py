@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation, prediction and test-time augmentation on a loader."""
+"""Prediction and test-time augmentation on a loader."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor
@@ -24,13 +22,10 @@ from learnkit.core.batch import (
     form_of,
     is_sample_list,
     map_tensors,
-    short_repr,
     tensors_in,
 )
 from learnkit.core.errors import (
     BatchError,
-    CancelEpochException,
-    CancelFitException,
     EmptyLoaderError,
     LoaderError,
     OptionError,
@@ -45,9 +40,7 @@ from learnkit.core.random import (
     seed_all,
 )
 from learnkit.core.validation import check_count, warn_user
-from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
-from learnkit.data.shard import unshard
-from learnkit.data.tensors import is_rows
+from learnkit.data.dataloaders import evaluation_loaders, make_unshuffled
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
 from learnkit.engine.dispatch import as_callback, as_list
@@ -59,50 +52,18 @@ from learnkit.inference.gather import (
     reorder_samples,
     shard_loader,
 )
+from learnkit.inference.loaders import (
+    choose_loader,
+    find_loader_name,
+    plan_loader,
+)
 from learnkit.inference.sinks import check_sink, open_sink
+from learnkit.inference.validate import run_in_fit_and_epoch
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 _END = object()  # marks the end of a loader, as the default of `next`
-
-
-def validate(
-    learn: Learner,
-    *,
-    ds_idx: int | None,
-    dl: Any,
-    cbs: Any,
-) -> Any:
-    "Compute and return the loss and metrics, as a list with names: `[valid_loss, *metrics]` of each loader."
-    loader_name = _find_name(learn, ds_idx, dl)
-    loaders: Any = None
-    if dl is not None:
-        loaders = [('valid', shard_loader(learn, resolve_loader(learn, dl))[0])]
-    elif ds_idx is not None:
-        dl = _get_loader(learn, ds_idx)
-        loaders = [('train' if ds_idx == 0 else 'valid', shard_loader(learn, dl)[0])]
-    elif not evaluation_loaders(learn.dls):
-        _get_loader(learn, 1)  # raises
-    # set if a callback of a run validates
-    outer_record = {k: v for k, v in learn.__dict__.items() if k == 'final_record'}
-    learn.final_record = None
-    try:
-        with (
-            deferred_interrupts() as deferred,
-            learn.parts.lock,
-            preserved_state(learn),
-            learn.validation_context(cbs=cbs, inner=True),
-            learn.parts.strategy.run(learn, 'evaluation'),
-            deferred.paused(),
-        ):
-            learn.loader_name = loader_name
-            _run_in_fit_and_epoch(learn, partial(learn.do_evaluation, loaders))
-        return learn.final_record
-    finally:
-        if learn.run.kind:
-            del learn.final_record
-            learn.__dict__.update(outer_record)
 
 
 def get_preds(
@@ -125,7 +86,7 @@ def get_preds(
     # random generators are captured after this, so that random numbers drawn by a constructor stay drawn
     new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
-    loader_name = _find_name(learn, ds_idx, dl)
+    loader_name = find_loader_name(learn, ds_idx, dl)
     run = partial(
         _run_predictions, learn, inner=inner, with_loss=with_loss, loader_name=loader_name
     )
@@ -198,7 +159,7 @@ def _run_predictions(
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
-        learn.parts.strategy.run(learn, 'prediction'),
+        learn.parts.processes.run(learn, 'prediction'),
         deferred.paused(),
     ):
         learn.phase = 'predict'
@@ -208,7 +169,7 @@ def _run_predictions(
         if inner:
             body()
         else:
-            _run_in_fit_and_epoch(learn, body)
+            run_in_fit_and_epoch(learn, body)
 
 
 def predict_iter(
@@ -226,8 +187,8 @@ def predict_iter(
 ) -> Iterator[tuple[Any, ...]]:
     "Return an iterator over the predictions of each batch, computed on demand in the loader's order."
     check_function('act', act)
-    loader_name = _find_name(learn, ds_idx, dl)
-    dl, _ = shard_loader(learn, _choose_loader(learn, ds_idx, dl))
+    loader_name = find_loader_name(learn, ds_idx, dl)
+    dl, _ = shard_loader(learn, choose_loader(learn, ds_idx, dl))
     entries = PredictionSink(
         with_input=with_input,
         with_decoded=with_decoded,
@@ -353,7 +314,7 @@ def tta(
     check_count('n', n)
     check_function('augment', augment)
     check_function('undo', undo)
-    dl = make_unshuffled(_choose_loader(learn, ds_idx, dl))
+    dl = make_unshuffled(choose_loader(learn, ds_idx, dl))
     if item_tfms is not None or batch_tfms is not None:
         dl = _replace_transforms(dl, item_tfms, batch_tfms)
     set_split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
@@ -397,82 +358,6 @@ def _predict_augmented(
     return res
 
 
-def plan_loader(
-    learn: Learner, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
-) -> tuple[Any, Tensor | None]:
-    "Return the loader to predict on, and the permutation that reorders its samples, or None if they are in order."
-    is_given = dl is not None
-    dl = _choose_loader(learn, ds_idx, dl)
-    if not reorder:
-        return dl, None
-    if not callable(getattr(dl, 'get_idxs', None)):
-        return make_unshuffled(dl), None
-    with preserved_rng():  # `get_idxs` may draw samples
-        # a loader that was passed is used unchanged: `new` would lose its sample weights
-        if not is_given or dl.drop_last:
-            dl = dl.new(shuffle=False, drop_last=False)
-        idxs = list(_draw_idxs(dl))
-        if not all(isinstance(i, (int, np.integer)) for i in idxs):
-            return dl, None
-        idxs = learn.world.broadcast([int(i) for i in idxs])
-        # unlike a lambda, a partial can be pickled for loader workers
-        ordered_dl = dl.new(get_idxs=partial(list, sorted(idxs) if sort else idxs))
-    return ordered_dl, None if sort else torch.tensor(idxs).argsort(stable=True)
-
-
-def _choose_loader(learn: Learner, ds_idx: int, dl: Any) -> Any:
-    "Return the requested loader; for a shard, the loader that was sharded."
-    dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
-    return unshard(dl)
-
-
-def _find_name(learn: Learner, ds_idx: int | None, dl: Any) -> str | None:
-    "Return the name in `dls` of the requested loader, or None if it has no name there."
-    if not isinstance(learn.dls, DataLoaders):
-        return None
-    named_loaders = learn.dls.list_named()
-    if isinstance(dl, str):
-        return dl
-    if dl is not None:
-        return next((name for name, loader in named_loaders if loader is dl), None)
-    if isinstance(ds_idx, int) and ds_idx in range(len(named_loaders)):
-        return named_loaders[ds_idx][0]
-    return None
-
-
-def resolve_loader(learn: Learner, dl: Any) -> Any:
-    "Return a loader, given by its name in `dls` or as an object; raise `LoaderError` if it is neither."
-    if isinstance(dl, str):
-        return _get_loader(learn, dl)
-    if is_rows(dl):
-        raise LoaderError(
-            f'dl is {describe(dl)}, no batches: give `dl=[(x,)]`, with targets `dl=[(x, y)]`, or '
-            '`dl=TensorLoader(x, bs=64)`.'
-        )
-    # `train_ds` is read first: reading `valid` of a single loader of fastai would split its data set
-    if isinstance(dl, DataLoaders) or (hasattr(dl, 'train_ds') and hasattr(dl, 'valid')):
-        raise LoaderError(
-            f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.'
-        )
-    check_loader('dl', dl)
-    return dl
-
-
-def _get_loader(learn: Learner, ds_idx: int | str) -> Any:
-    "Return a loader of `dls` by its index or name; raise `LoaderError` if it does not exist."
-    try:
-        return learn.dls[ds_idx]
-    except TypeError:
-        raise LoaderError(
-            f'ds_idx={short_repr(ds_idx)} is not the number of a loader: a loader is given as `dl=`.'
-        ) from None
-    except (IndexError, KeyError):
-        loader = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
-        raise LoaderError(
-            f'There is no {loader}: give one to `DataLoaders(train, valid)`, or pass `dl=`.'
-        ) from None
-
-
 def _do_predictions(learn: Learner, dl: Any) -> None:
     "Predict on a loader between `before_predict` and `after_predict`."
     learn.dl = dl
@@ -480,23 +365,6 @@ def _do_predictions(learn: Learner, dl: Any) -> None:
     with preserved_generators(dl):
         learn._do_epoch_validate(dl=dl)
     learn('after_predict')
-
-
-def _run_in_fit_and_epoch(learn: Learner, body: Callable[[], Any]) -> None:
-    "Call `body` between the events of a fit and an epoch, as training does."
-    epoch = partial(learn._with_events, body, 'epoch', CancelEpochException)
-    learn._with_events(epoch, 'fit', CancelFitException)
-
-
-def _draw_idxs(dl: Any) -> list[Any]:
-    "Return the next indices of a fastai loader, and restore the loader's random generator."
-    rng: Any = getattr(dl, 'rng', None)
-    state = rng.getstate() if isinstance(rng, random.Random) else None
-    try:
-        return list(dl.get_idxs())
-    finally:
-        if state is not None:
-            rng.setstate(state)
 
 
 def _take_first(o: Any) -> Any:

@@ -20,7 +20,7 @@ from learnkit.core.errors import (
     OptionError,
 )
 from learnkit.core.validation import warn_user
-from learnkit.engine.own_loop import OptimizeCall
+from learnkit.engine.custom_batch import OptimizeCall
 
 
 @dataclass
@@ -243,7 +243,7 @@ class Optimization:
             return loss
 
         take = partial(learn.opt.step, evaluate, only=only) if repeats else None
-        call = learn.parts.own_loop.opened(learn, OptimizeCall(only))
+        call = learn.parts.custom_batch.opened(learn, OptimizeCall(only))
         with call, replacing_yield(self, 'repeats', repeats):
             learn._take_step(take)
         self.n_steps += not self.is_automatic

@@ -17,7 +17,7 @@ from learnkit.data.dataloaders import check_loader, evaluation_loaders
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Periodic
 from learnkit.engine.run import clear_pass, preserved_state
-from learnkit.inference.predict import resolve_loader
+from learnkit.inference.loaders import resolve_loader
 
 
 class PeriodicData(Periodic):

@@ -315,7 +315,7 @@ def test_what_is_written_is_the_state_of_its_batch(writing: Any, tmp_path: Path)
     keep.order = 2000
     make(keep, Checkpoint('2ba', tmp_path, keep_last=None)).fit(2)
     for e in entries(tmp_path):
-        if e.info['place'] != 'batch':
+        if e.info['point'] != 'batch':
             continue
         found = [
             d for d in differences(kept[e.info['ba']], load_state(e.path)[0]) if 'sec' not in d
@@ -473,6 +473,6 @@ def test_the_header_of_a_file(tmp_path: Path) -> None:
     learn.fit(2)
     info = entries(tmp_path)[0].info
     assert info['value'] == learn.history[-1]['valid_loss'] and info['monitor'] == 'valid_loss'
-    assert (info['place'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 3)
+    assert (info['point'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 3)
     tensors = load_file(tmp_path / names(tmp_path)[-1])  # by the library alone
     assert torch.equal(tensors['model.0.weight'], learn.model[0].weight)

@@ -107,7 +107,7 @@ def check(
     def run(learn: Learner, resume: Any) -> None:
         straight, watch = runs[0], learn.watch
         if learn is not straight:
-            n = straight.watch.places.index((resume['loop']['place'], resume['loop']['done']['ba']))
+            n = straight.watch.places.index((resume['loop']['point'], resume['loop']['done']['ba']))
             # the process was lost at once, or much later
             copy = straight.watch.copies[-1 if n % 2 else n]
             if copy.exists():

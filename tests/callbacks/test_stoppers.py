@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.stoppers import EarlyStopping, FixedStopper, ThresholdStopper
+from learnkit.callbacks.early_stopping import EarlyStopping
+from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.errors import CancelEpochException, OptionError, TimeError
 from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties

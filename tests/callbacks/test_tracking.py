@@ -16,13 +16,11 @@ from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit import Callback, Checkpoint, Learner
+from learnkit.callbacks.early_stopping import EarlyStoppingCallback
 from learnkit.callbacks.ema import EMA
-from learnkit.callbacks.tracking import (
-    EarlyStoppingCallback,
-    ReduceLROnPlateau,
-    SaveModelCallback,
-    TrackerCallback,
-)
+from learnkit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
+from learnkit.callbacks.save_model import SaveModelCallback
+from learnkit.callbacks.tracking import TrackerCallback
 from learnkit.core.errors import (
     CancelFitException,
     MetricError,

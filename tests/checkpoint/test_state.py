@@ -48,10 +48,10 @@ def test_with_iterations_and_evaluations_in_the_middle_of_epochs() -> None:
         learn.fit(3, iteration=2, resume=resume)
 
     def some(kept: list[Any]) -> list[Any]:
-        return [s for i, s in enumerate(kept) if i % 6 == 3 or s['loop']['place'] != 'batch']
+        return [s for i, s in enumerate(kept) if i % 6 == 3 or s['loop']['point'] != 'batch']
 
     kept = check_every_place(lambda: make(eval_every='4ba', microbatch=2), fit, some)
-    assert [s['loop']['place'] for s in kept].count('iteration') == 1
+    assert [s['loop']['point'] for s in kept].count('iteration') == 1
 
 
 def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:

@@ -187,7 +187,7 @@ class Sided(nn.Module):
         return out + self.extra(x) if self.side == 0 else out
 
 
-class OwnLoop(Learner):
+class CustomBatch(Learner):
     "A loop that averages gradients right before the step."
 
     def train_batch(self) -> None:
@@ -195,7 +195,7 @@ class OwnLoop(Learner):
         self.optimize(self.loss_func(self.pred, self.y))
 
 
-@pytest.mark.parametrize('kind', [Learner, OwnLoop])
+@pytest.mark.parametrize('kind', [Learner, CustomBatch])
 def test_a_layer_that_one_rank_does_not_call(kind: type[Learner]) -> None:
     def sided(side: int | None, bs: int) -> Learner:
         learn = make_learner(make_dls(104, bs), opt_func=SGD, metrics=None)

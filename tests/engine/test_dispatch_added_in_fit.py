@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 
 from learnkit import Callback, DataLoaders, Learner, MixUp, TensorLoader
+from learnkit.callbacks.early_stopping import EarlyStoppingCallback
+from learnkit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
+from learnkit.callbacks.save_model import SaveModelCallback
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedLin
-from learnkit.callbacks.tracking import (
-    EarlyStoppingCallback,
-    ReduceLROnPlateau,
-    SaveModelCallback,
-)
 from learnkit.testing import synth_learner
 
 

@@ -45,7 +45,7 @@ def weights_of(learn: Learner) -> Tensor:
     return nn.utils.parameters_to_vector(learn.model.parameters()).detach()
 
 
-class OwnLoop(Learner):
+class CustomBatch(Learner):
     def train_batch(self) -> None:
         self.optimize(self.compute_loss(self.forward(self.model, self.x)))
 
@@ -76,7 +76,7 @@ EVENTS = (
 )
 
 
-@pytest.mark.parametrize('options', [{}, {'microbatch': 4}, {'cls': OwnLoop}])
+@pytest.mark.parametrize('options', [{}, {'microbatch': 4}, {'cls': CustomBatch}])
 def test_a_kept_loss_has_no_graph_after_its_batch(options: dict[str, Any]) -> None:
     keep = KeepLoss()
     make_learner(keep, **options).fit(1)

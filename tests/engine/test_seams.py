@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, Learner
 from learnkit.core.errors import FitError
-from learnkit.engine.passes import Source
+from learnkit.engine.positions import Source
 from learnkit.engine.seams import SEAMS, Seams, train_whole_batch
 from learnkit.testing import synth_learner
 

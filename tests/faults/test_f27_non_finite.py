@@ -14,7 +14,7 @@ from learnkit import Callback, Learner
 from learnkit.callbacks import GuardNonFinite
 from learnkit.callbacks.replay import KnownPass
 from learnkit.core.errors import LossError
-from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.positions import TrainingPositions
 from tests.faults.fault_helpers import (
     fits_like_fresh,
     is_clean,
@@ -100,7 +100,7 @@ def mark_target(learn: Any) -> None:
 def check(learn: Learner, keep: Keep, match: str) -> None:
     "The fit fails before the step, with a message that names the place and the tensor."
     start_again(learn)
-    learn.parts.passes = KnownPass([40, 41, 42, 43])
+    learn.parts.positions = KnownPass([40, 41, 42, 43])
     e = raised_by(lambda: learn.fit(1))
     assert (
         type(e) is LossError and f'at batch {BAD_BATCH} of epoch 0' in str(e) and match in str(e)
@@ -108,7 +108,7 @@ def check(learn: Learner, keep: Keep, match: str) -> None:
     assert notes(e)[0].startswith('in GuardNonFinite.')
     assert keep.kept
     assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
-    learn.parts.passes = TrainingPasses()
+    learn.parts.positions = TrainingPositions()
     if learn.microbatch:
         learn.microbatch = None
         del learn.parts.microbatches.index  # the number of the piece that it was at

@@ -44,7 +44,7 @@ class All(Callback):
 
 def expected_value(plan: Plan, entry: Entry, is_within: Callable[[int], bool]) -> float | None:
     "Return the value of the evaluation of a checkpoint's weights, or None."
-    ba, place = entry.info['ba'], entry.info['place']
+    ba, place = entry.info['ba'], entry.info['point']
     # an evaluation within an epoch comes before the checkpoint of its batch, one at the end after it
     return plan.get(ba) if place == 'epoch' or is_within(ba) else None
 

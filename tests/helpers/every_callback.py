@@ -18,7 +18,7 @@ import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import LRFinder, LRScheduler, MLPerf, ParamScheduler, TorchProfiler
 from learnkit.callbacks.activation_checkpointing import ActivationCheckpointing
-from learnkit.callbacks.export import LoadWeights
+from learnkit.callbacks.load_weights import LoadWeights
 from learnkit.callbacks.optuna import OptunaPruning
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import Recorder

@@ -82,7 +82,7 @@ def check_every_place(
         with learn.no_logging():
             fit(learn, state)
         loop = state['loop']
-        where = f'{loop["place"]} {loop["epoch"]}.{loop["iter"]}, with seed {seed}'
+        where = f'{loop["point"]} {loop["epoch"]}.{loop["iter"]}, with seed {seed}'
         assert not (found := differences(end, learn.checkpoint_state())), '\n'.join(
             [f'resumed at {where}:', *found]
         )

@@ -33,7 +33,7 @@ class Record(Callback):
         if self.learn.time.ba not in self._batches:
             return
         self.digests[self.learn.time.ba] = describe(self.learn)
-        self.indices[self.learn.time.ba] = self.learn.parts.passes.indices(self.learn)
+        self.indices[self.learn.time.ba] = self.learn.parts.positions.indices(self.learn)
 
 
 def describe(learn: Learner) -> str:

@@ -12,7 +12,8 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.export import ExportForInference, LoadWeights
+from learnkit.callbacks.export_for_inference import ExportForInference
+from learnkit.callbacks.load_weights import LoadWeights
 from learnkit.core.errors import (
     LearnkitError,
     ModelError,

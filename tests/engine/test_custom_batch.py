@@ -299,7 +299,7 @@ def test_a_cancel_in_a_turn(event: str, error: type[Exception], n_steps: int) ->
 
     learn = fit(make_duel(Callback(**{event: act}), n=3))
     assert learn.time.st == n_steps and learn.time.ba == 3
-    assert learn.turn is None and learn.parts.own_loop.call is None
+    assert learn.turn is None and learn.parts.custom_batch.call is None
     assert torch.equal(weights(learn.model.critic), weights(Pair().critic))
 
 

@@ -20,9 +20,9 @@ from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.loader_state import drop_seeds
 from learnkit.engine.microbatch import divide, weighted_loss
+from learnkit.engine.processes import OneProcess
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
-from learnkit.engine.strategy import SingleProcess
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 OWN_STATES = ('callbacks', 'grads', 'generators')  # parts of a checkpoint that may differ by rank
 
 
-class SeveralProcesses(SingleProcess):
-    "Strategy of a Learner that trains on several ranks; `team` is its `DistributedTraining`."
+class ManyProcesses(OneProcess):
+    "Operations of a Learner that trains on several ranks; `team` is its `DistributedTraining`."
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from learnkit.engine.strategy import SingleProcess, warn_of_other_processes
+from learnkit.engine.processes import OneProcess, warn_of_other_processes
 from learnkit.testing import synth_learner
 
 
@@ -16,7 +16,7 @@ def test_a_process_that_trains_alone_warns_once(monkeypatch: pytest.MonkeyPatch)
         warnings.simplefilter('always')
         for n in ('1', '3', '3', 'many'):
             monkeypatch.setenv('WORLD_SIZE', n)
-            with SingleProcess().run(synth_learner(), 'fit'):
+            with OneProcess().run(synth_learner(), 'fit'):
                 pass
     assert [str(w.message)[:23] for w in seen] == ['3 processes were starte']
     warn_of_other_processes.cache_clear()

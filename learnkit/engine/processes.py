@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategy of training in one process: operations that training in several processes replaces."""
+"""Operations of training in one process, which training in several processes replaces."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 
-class SingleProcess:
-    """Strategy for training in one process.
+class OneProcess:
+    """Operations that depend on the number of processes, for training in one process.
 
-    The loop calls the methods of `learn.parts.strategy` for everything that depends on the number of
-    processes. `DistributedTraining` replaces the strategy while several processes train together.
+    The loop calls the methods of `learn.parts.processes`. `DistributedTraining` replaces the object
+    while several processes train together.
     """
 
     team: Any = None  # `DistributedTraining` of several processes

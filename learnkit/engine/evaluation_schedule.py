@@ -14,7 +14,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
-from learnkit.engine.passes import ends_iteration
+from learnkit.engine.positions import ends_iteration
 from learnkit.engine.run import preserved_state
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that load weights at an event of a fit, and export the model at its end."""
+"""Callback that exports the model at the end of each fit, and checks the files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learnkit.checkpoint.saving import (
-    copy_to_cpu,
-    export_program,
-    find_weights_path,
-    make_zero_rows,
-    read_sample_inputs,
-    resolve_path,
-)
+from learnkit.checkpoint.save_load import resolve_path
 from learnkit.comm.dtensor import mesh_of
 from learnkit.core.batch import (
     call_by_name,
@@ -36,68 +28,33 @@ from learnkit.core.errors import (
     DistributedError,
     ModelError,
     OptionError,
-    WeightsError,
 )
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.model import bare_model
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
 from learnkit.engine.callback import Callback
-from learnkit.engine.events import canonical_event
 from learnkit.engine.snapshot import preserved_forward
+from learnkit.inference.export import (
+    copy_to_cpu,
+    export_program,
+    make_zero_rows,
+    read_sample_inputs,
+)
 
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
+
+
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
+
+
 SIZES = (1, 3)  # batch sizes that an exported program is tested with
 
+
 Case = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional and named inputs, and the output
+
+
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-
-class LoadWeights(Callback):
-    """Load weights at each occurrence of an event: `LoadWeights('pretrained')` before every fit.
-
-    The other arguments are as in `learn.load`. A resumed fit has the weights of its checkpoint:
-    events that occur again load nothing. Raises `WeightsError` before training if the file does not
-    exist, `UnknownEventError` for an unknown event, and all errors of `learn.load`.
-
-    >>> LoadWeights('pretrained', at='before_epoch')
-    LoadWeights(file='pretrained', at='before_epoch')
-    """
-
-    order = -8
-    remove_on_find = True
-    remove_on_fetch = True
-    run_in = 'fit'
-
-    def __init__(
-        self,
-        file: str | Path,  # name below `path/model_dir`, or absolute path; also of a checkpoint
-        at: str = 'before_fit',  # name of the event
-        with_opt: bool | None = False,  # whether to load the optimizer's state; None: if present
-        strict: bool = True,  # whether all names must match; False: load those that match
-    ) -> None:
-        self.file = file
-        self.at = canonical_event(at, where='LoadWeights')
-        self.with_opt = with_opt
-        self.strict = strict
-        if self.at != 'before_fit':
-            self.__dict__[self.at] = partial(self._load)  # a function would appear in the repr
-
-    def before_fit(self) -> None:
-        "Check that the file exists, and load it if this is the event."
-        if self.learn.resumed and self.at == 'before_fit':
-            return
-        path = find_weights_path(self.learn, self.file, to_read=True)
-        if not path.is_file():
-            raise WeightsError(f'LoadWeights: there is no file {path}.')
-        if self.at == 'before_fit':
-            self._load()
-
-    def _load(self) -> None:
-        if self.learn.resumed:
-            return
-        self.learn.load(self.file, with_opt=self.with_opt, strict=self.strict)
 
 
 class ExportForInference(Callback):

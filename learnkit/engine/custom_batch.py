@@ -79,7 +79,7 @@ class OptimizeCall:
     retain_graph: bool = False
 
 
-class OwnLoop:
+class CustomBatch:
     "State of the calls of `forward` and `optimize` in a batch."
 
     def __init__(self) -> None:
@@ -124,7 +124,10 @@ def forward(
     """
     __tracebackhide__ = True
     learn('before_pred')
-    with replacing_yield(learn.parts.own_loop, 'calls_modules', True), learn.contexts('forward'):
+    with (
+        replacing_yield(learn.parts.custom_batch, 'calls_modules', True),
+        learn.contexts('forward'),
+    ):
         try:
             learn.pred = f(*args, **kwargs)
         except Exception as e:
@@ -151,7 +154,10 @@ def compute_loss(
     1.0
     """
     __tracebackhide__ = True
-    with replacing_yield(learn.parts.own_loop, 'calls_modules', True), learn.contexts('forward'):
+    with (
+        replacing_yield(learn.parts.custom_batch, 'calls_modules', True),
+        learn.contexts('forward'),
+    ):
         return learn.loss_func(pred, *targets) if targets else loss_of(learn, pred)
 
 
@@ -201,7 +207,7 @@ def optimize(
     value: Any = loss
     compute = None if isinstance(value, (Tensor, Mapping)) or not callable(value) else value
     call = OptimizeCall(learn.opt.name_of(only), compute, retain_graph)
-    own = learn.parts.own_loop
+    own = learn.parts.custom_batch
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
         own.loss_sum = own.n_losses = 0
     with own.opened(learn, call):
@@ -247,7 +253,7 @@ def _backward_and_step(learn: Learner) -> bool:
 
 def _backward_of_call(learn: Learner) -> None:
     "Run the backward pass of the current `optimize` call; parameters of other optimizers keep their gradients."
-    options = {'retain_graph': True} if learn.parts.own_loop.call.retain_graph else {}
+    options = {'retain_graph': True} if learn.parts.custom_batch.call.retain_graph else {}
     others = nullcontext() if learn.turn is None else preserve_other_grads(learn.opt, learn.turn)
     with others:
         learn._backward(**options)
@@ -286,9 +292,9 @@ class ClosureStep:
         def evaluate() -> Tensor:
             learn.opt.zero_grad(only=learn.turn)
             self.repeat(learn)
-            return learn.parts.strategy.batch_loss(learn)
+            return learn.parts.processes.batch_loss(learn)
 
-        closure = Closure(evaluate, lambda: learn.parts.strategy.batch_loss(learn))
+        closure = Closure(evaluate, lambda: learn.parts.processes.batch_loss(learn))
         before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
         try:
             learn.opt.step(closure, only=learn.turn)
@@ -300,8 +306,8 @@ class ClosureStep:
     def repeat(self, learn: Learner) -> None:
         "Run the forward and backward passes of the batch again, without the step."
         with replacing_yield(self, 'repeating', True):
-            if learn.parts.own_loop.call is not None:
-                repeat_call(learn, learn.parts.own_loop.call)
+            if learn.parts.custom_batch.call is not None:
+                repeat_call(learn, learn.parts.custom_batch.call)
             elif learn.microbatch:
                 learn.parts.microbatches.run(learn, learn.microbatch)
             else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from learnkit.checkpoint.saving import resolve_path, write_file
+from learnkit.checkpoint.save_load import resolve_path, write_file
 from learnkit.checkpoint.weights import (
     FORMAT,
     check_weights,

@@ -60,7 +60,7 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     Raises `EmptyLoaderError` for a loader without batches, and warns of a loader whose length is wrong.
     If the loader fails, its workers are ended.
     """
-    passes = learn.parts.passes
+    positions = learn.parts.positions
     is_held = learn.training and learn.fitting and needs_digest(learn.dl)
     learn.parts.advice.is_watching = True
     is_known = False  # whether it is decided how samples are counted
@@ -72,7 +72,7 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
                 square = set_size_func(learn, batch, square)
                 is_known = not square
             if is_held:
-                passes.last = hold_batch(batch)
+                positions.last = hold_batch(batch)
             yield batch
     except Exception as e:
         add_place(e, f'{learn.phase} ({format_place(learn)})')
@@ -102,7 +102,7 @@ def check_drawn(learn: Learner, n: int) -> None:
 def ends_iteration(learn: Learner) -> bool:
     "Return True if the current epoch is the last epoch of an iteration, and was not cut."
     per_iteration = learn.epochs_per_iteration
-    if per_iteration is None or learn.parts.passes.is_cut:
+    if per_iteration is None or learn.parts.positions.is_cut:
         return False
     return (learn.epoch + 1) % per_iteration == 0
 
@@ -117,7 +117,7 @@ def end_iteration(learn: Learner) -> None:
 # -- training --------------------------------------------------------------------------------------
 
 
-class TrainingPasses(Source):
+class TrainingPositions(Source):
     """Epochs of a fit and passes over its training loader, with the position in the current pass for checkpoints.
 
     Takes the seam `source` in every fit of a Learner. Each epoch is a pass, except when `n_iter` cuts
