@@ -61,7 +61,8 @@ ROWS = (
         Box(
             'checkpoint',
             (
-                '#B #D #E #F state: collect, restore',
+                '#B state: collect',
+                '#D #E #F resume: find, restore',
                 '#C #D file: one safetensors file',
                 '#C #D folder: find, prune',
             ),
@@ -69,7 +70,7 @@ ROWS = (
         ),
         Box(
             'distributed',
-            ('callback, strategy', 'ddp, fsdp: replicas, shards', 'launch, failures'),
+            ('callback, processes', 'ddp, fsdp: replicas, shards', 'launch, failures'),
         ),
         Box(
             'inference',
@@ -91,10 +92,10 @@ ROWS = (
                     'dispatch: events to handlers',
                     'callback: the base class',
                 ),
-                *('#B #F callback_state', '#4 #B passes: over the data', '#F resume: ResumeState'),
+                *('#B #F callback_state', '#4 #B positions: in the data', '#F resume: ResumeState'),
                 *(
-                    '#B #F strategy: one process',
-                    'evaluation: what is due',
+                    '#B #F processes: one process',
+                    'evaluation_schedule: what is due',
                     'seams, snapshot, resume',
                 ),
             ),
