@@ -81,8 +81,8 @@ _after_epoch = ['after_epoch', 'after_fit']
 
 # public names that `dir` leaves out: of the engine, for subclasses, of fastai, and arguments of `Learner`
 _UNLISTED = frozenset(
-    """parts contexts turn step_parameters batch_form loader_name set_loader stage epochs_per_iteration resumed
-    train_eval callback_changed callback_states load_callback_states load_checkpoint_state lr_search
+    """parts own_names contexts turn step_parameters batch_form loader_name set_loader stage epochs_per_iteration
+    resumed train_eval callback_changed callback_states load_callback_states load_checkpoint_state lr_search
     all_batches draw_batches one_batch evaluate_batch do_evaluation compute_loss
     final_record gather_args to_detach create_mbar no_mbar loss_not_reduced validation_context metric_names
     model_dir train_bn wd_bn_bias moms splitter size_func token_func weight_func""".split()
@@ -237,7 +237,7 @@ class Learner(Loop):
             from learnkit.callbacks.training import CastToTensor
 
             default.append(CastToTensor)
-        self.parts.own_names = frozenset(vars(self))
+        self.own_names = frozenset(vars(self))  # attributes that the Learner sets itself
         self.add_cbs([*default, *as_list(cbs)])
         if self.parts.callbacks.has_handler('after_create'):  # a fit fills the tables again
             self('after_create')
@@ -296,11 +296,12 @@ class Learner(Loop):
 
                 checkpoint = find_checkpoint(self, resume)
             optimizer.prepare_opt(self, lr, wd, reset_opt)
-            self.parts.replay_source = None
+            self.run.resuming = checkpoint
+            self.run.replay_source = None
             with (
                 optimizer.training_weights(self),
                 self.parts.processes.run(self, 'fit'),
-                fit_seams(self, checkpoint),
+                fit_seams(self),
                 deferred.paused(),
             ):
                 self.n_epoch = epochs
@@ -1457,7 +1458,7 @@ class Learner(Loop):
         contexts = [
             self.no_logging,
             self.no_mbar,
-            lambda: self.parts.lock,
+            lambda: self.run.lock,
             lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
         ]
         return enter_all(contexts if inner else [*contexts, self._fire_outer_events])
@@ -1514,7 +1515,7 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
-        self.parts.replay_source = None
+        self.run.replay_source = None
         self.parts.positions.forget()
         if self not in _open_learners:
             return []

@@ -56,7 +56,7 @@ def find_batch_size(
     ]
     with (
         deferred_interrupts() as deferred,
-        learn.parts.lock,
+        learn.run.lock,
         learn.removed_cbs(left_out),
         learn.no_bar(),
         restored(learn, on_host=True),
@@ -65,7 +65,8 @@ def find_batch_size(
     ):
         learn.parts.positions = _SameBatch(batch)
         learn.parts.evaluations = NoEvaluations()
-        learn.microbatch = learn.parts.whole_step = None
+        learn.microbatch = None
+        learn.seams.features = []
         return _search(learn, trial, max_size, exact)
 
 

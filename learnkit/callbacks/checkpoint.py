@@ -209,7 +209,7 @@ class Checkpoint(CheckpointWriter, Callback):
             self._interval.start(learn)
         self._monitored = self._find_monitored_name()
         self._lock_folder()
-        self._begin_run(learn.parts.resuming)
+        self._begin_run(learn.run.resuming)
         self._value = self._measured_at = None
         self._best_values = []
         self._begin_trainable()

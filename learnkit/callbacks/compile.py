@@ -36,7 +36,6 @@ from torch import Tensor, is_autocast_enabled, nn
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
-from learnkit.core.model import takes_batches
 from learnkit.engine.custom_batch import list_overrides
 from learnkit.engine.events import METHODS, STEP_EVENTS
 from learnkit.engine.loss import total_loss
@@ -62,7 +61,7 @@ def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
         # importing torch's compiler raises deprecation warnings of torch itself
         warnings.simplefilter('ignore', DeprecationWarning)
         if step:
-            learn.parts.whole_step = WholeStep(learn, options)
+            learn.seams.features = [WholeStep(learn, options)]
         else:
             learn.model._compiled_call_impl = torch.compile(make_caller(learn.model), **options)
     return learn
@@ -70,9 +69,10 @@ def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
 
 def explain_step(learn: Learner) -> str:
     "Return a sentence that names the training step in use, compiled or ordinary, and the reason."
-    if learn.parts.whole_step is None:
-        return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
-    return learn.parts.whole_step.explain()
+    for feature in learn.seams.features:
+        if isinstance(feature, WholeStep):
+            return feature.explain()
+    return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
 
 
 # ------------------------------------------------------------------------------- choice of the step
@@ -81,10 +81,12 @@ def explain_step(learn: Learner) -> str:
 class WholeStep:
     """Training step of a Learner: compiled if possible, otherwise ordinary.
 
-    The loop calls `learn.parts.whole_step` in place of `train_batch`. Before every batch it checks for
+    Takes the seam `batch` in a fit. Before every batch it checks for
     changes since the last batch: handlers, hooks, gradients, numbers, shapes. The checks take two or
     three microseconds in total.
     """
+
+    holder = 'compile(step=True)'
 
     def __init__(self, learn: Learner, options: dict[str, Any]) -> None:
         torch.compile(whole_step, **options)  # raises errors in the options now
@@ -107,6 +109,10 @@ class WholeStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
+
+    def seams(self, learn: Learner) -> dict[str, Any] | None:
+        "Return the training on a batch; microbatches train with the ordinary step."
+        return None if learn.microbatch else {'batch': self}
 
     def __call__(self, learn: Learner) -> None:
         if self.failure:
@@ -148,7 +154,7 @@ class WholeStep:
     def _find_blocks(self) -> list[str]:
         "Return the temporary conditions that need the ordinary step, such as handlers."
         learn = self.learn
-        table: dict[str, Any] = learn.parts.callbacks.tables[True]
+        table: dict[str, Any] = learn.parts.callbacks.plain_tables[True]
         # the table drops this entry, like all others, when callbacks change
         entries = table.get('whole step')
         if entries is None:
@@ -160,9 +166,7 @@ class WholeStep:
         found = [reason for reason, switch in entries if switch]
         if learn.microbatch:
             found.append('batches are split into microbatches')
-        if learn.parts.batch_device is not None and is_autocast_enabled(
-            learn.parts.batch_device.type
-        ):
+        if learn.run.batch_device is not None and is_autocast_enabled(learn.run.batch_device.type):
             found.append('autocast is active')
         return found
 
@@ -261,10 +265,10 @@ def find_refusals(learn: Learner) -> Iterator[str]:
     for seam, holder in learn.seams.holders.items():
         if seam in ('model', 'loss', 'step'):
             yield f'{holder} holds the seam `{seam}` of the loop'
+    if learn.seams.wrapper is not None:
+        yield f'{type(learn.seams.wrapper).__name__} is called in place of the model'
     if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         yield f'the model is a {type(learn.model).__name__}'
-    if takes_batches(learn.model):
-        yield f'{type(learn.model).__name__} takes whole batches'
     devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}
     if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
         yield 'what is trained is not all on one CPU or CUDA device'

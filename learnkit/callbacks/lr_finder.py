@@ -250,7 +250,7 @@ def lr_find(
     left_out = [cb for cb in learn.cbs if trait_of(cb, 'remove_on_find')]
     with (
         deferred_interrupts() as deferred,
-        learn.parts.lock,
+        learn.run.lock,
         learn.removed_cbs(left_out),
         restored(learn),
         learn.no_logging(),

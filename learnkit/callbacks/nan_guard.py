@@ -119,7 +119,7 @@ class GuardNonFinite(Callback):
     def before_backward(self) -> None:
         "Check the loss, unless it is checked at the step."
         learn = self.learn
-        if learn.parts.closure.repeating and learn.opt.needs_closure:
+        if learn.run.repeating and learn.opt.needs_closure:
             return  # a line search tries steps that may be too long
         if learn.loss_grad.numel() != 1:
             return  # the loop raises an error
@@ -129,7 +129,7 @@ class GuardNonFinite(Callback):
     def before_step(self) -> None:
         "Check the gradients, and the loss if it was not checked."
         learn = self.learn
-        if not self.grads or learn.parts.closure.repeating:
+        if not self.grads or learn.run.repeating:
             return
         values = [p.grad for p in learn.step_parameters if p.grad is not None]
         if self._waits_for_step:
@@ -182,7 +182,7 @@ class GuardNonFinite(Callback):
         self._has_warned = True
         self._is_skipping = True
         if skip is CancelBatchException:
-            if self._waits_for_step or self.learn.parts.closure.repeating:
+            if self._waits_for_step or self.learn.run.repeating:
                 self.learn.opt.zero_grad()  # of this batch, or of the microbatches of SAM's second pass
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip

@@ -306,7 +306,7 @@ class ProgressCallback(Callback):
 
     def before_train(self) -> None:
         "Start this epoch's bar, at the batch that a resumed epoch continues with."
-        resuming = self.learn.parts.resuming
+        resuming = self.learn.run.resuming
         self._start_bar('train', 0 if resuming is None else resuming.next_batch)
         self._progress.train = self._progress.bar
 

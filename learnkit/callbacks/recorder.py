@@ -183,11 +183,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
         learn = self.learn
-        if (
-            not learn.training
-            or learn.parts.closure.repeating
-            or not learn.parts.processes.has_local_samples
-        ):
+        if not learn.training or learn.run.repeating or not learn.parts.processes.has_local_samples:
             return
         if learn.microbatch != 'auto':
             return self._accumulate(learn)

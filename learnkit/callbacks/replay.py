@@ -86,7 +86,7 @@ class Replay(Callback):
             self._reset()
         self._current = self._failed = self._indices = None
         self._error_places = ()
-        self.learn.parts.replay_source = self
+        self.learn.run.replay_source = self
 
     def before_train(self) -> None:
         self._record_run()
@@ -132,7 +132,7 @@ def replay(
     detect_anomaly: bool,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
     "Repeat a batch; see `Learner.replay`."
-    source = learn.parts.replay_source
+    source = learn.run.replay_source
     if learn.run.depth:
         raise FitError('A run is under way. Replay a batch when it is over.')
     drawn = None if source is None else source._failed or source._trained
@@ -176,14 +176,14 @@ def repeat(learn: Learner, source: Replay, drawn: Drawn, detect_anomaly: bool) -
     "Open the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train' if training else 'validate')
-    learn.parts.whole_step = None  # a compiled step has no events inside
+    learn.seams.features = []  # a compiled step has no events inside
     learn.parts.positions = KnownPass(source._indices)
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
 
     with (
         learn.parts.processes.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
-        fit_seams(learn, None),
+        fit_seams(learn),
         torch.set_grad_enabled(training),
     ):
         try:

@@ -16,7 +16,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
 from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
-from learnkit.engine.custom_batch import make_repeat_error, replaces_batch
+from learnkit.engine.custom_batch import make_repeat_error, repeat_passes, replaces_batch
 
 EPS = 1e-12  # added to the norm in the divisor
 
@@ -98,7 +98,7 @@ class SAM(Callback):
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
-            learn.parts.closure.repeat(learn)
+            repeat_passes(learn)
         finally:
             self._restore()
         learn.__dict__.update(recorded)

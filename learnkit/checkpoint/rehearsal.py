@@ -252,7 +252,7 @@ def _list_sampler(sampler: Any, place: str, held: Held) -> Inventory:
 def _list_learner(learn: Learner, held: Held) -> Inventory:
     "Return what the user's code keeps in the Learner; a tensor is the batch's, mostly."
     of_classes = [name for base in type(learn).__mro__ if is_installed(base) for name in vars(base)]
-    known = learn.parts.own_names.union(of_classes)
+    known = learn.own_names.union(of_classes)
     return _list_class(type(learn), _IN_LEARNER, held) | _list_plain(
         learn, 'learn', known, _IN_LEARNER, held
     )

@@ -85,7 +85,7 @@ def load_checkpoint_state(learn: Learner, *, state: Mapping[str, Any]) -> None:
         _load_weights(learn, r)
         restore_state(learn, r)
     if learn.opt is not None:
-        learn.parts.last_lrs = learn.opt.lrs  # no rates that the user has set for the next fit
+        learn.opt.last_lrs = learn.opt.lrs  # no rates that the user has set for the next fit
 
 
 def find_checkpoint(learn: Learner, resume: Any) -> ResumeState | None:
@@ -141,7 +141,7 @@ def resumed(learn: Learner, r: ResumeState) -> Iterator[None]:
     try:
         begin_resume(learn, r)
         yield
-        if learn.parts.resuming is None:
+        if learn.run.resuming is None:
             r.keep()
         else:
             warn_user(
@@ -169,7 +169,7 @@ def restored_on_error(learn: Learner) -> Iterator[None]:
 def begin_resume(learn: Learner, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
-    r = learn.parts.resuming = learn.parts.processes.take_own_state(learn, resume)
+    r = learn.run.resuming = learn.parts.processes.take_own_state(learn, resume)
     _check_fits(learn, r)
     _fit_position(learn, r)
     _load_weights(learn, r)
@@ -316,7 +316,7 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
 
     If nothing else refers to the tensors of the state, the optimizers use them as their own.
     """
-    learn.parts.resuming = None
+    learn.run.resuming = None
     learn.resumed = False
     state = resume.state
     load_stored(learn, _find_trained(state), copy=not resume.is_owner)
@@ -382,7 +382,7 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     if learn.parts.counters.fit_began is not None:
         learn.parts.counters.fit_began = perf_counter()
     if loop['loss'] is not None:
-        learn.loss = loop['loss'].to(learn.parts.batch_device or 'cpu', copy=True)
+        learn.loss = loop['loss'].to(learn.run.batch_device or 'cpu', copy=True)
 
 
 def _restore_flags(learn: Learner, state: Mapping[str, Any]) -> None:

@@ -127,7 +127,7 @@ def check_resume(
         lost[:] = lost or stop.lost
         return stop.kept
 
-    with deferred_interrupts() as deferred, learn.parts.lock, silenced(learn):
+    with deferred_interrupts() as deferred, learn.run.lock, silenced(learn):
         uninterrupted = train(n)
         file = learn.path / 'state.ckpt'
         write_state(file, train(middle), {})

@@ -5,7 +5,7 @@ A model with Composer's interface receives a whole batch, inputs and targets, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -13,10 +13,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.batch import apply_model
 from learnkit.core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -292,53 +291,3 @@ def whole_batch(
     if isinstance(learn.batch, (tuple, list)):
         return (*learn.xb, *learn.yb)
     return learn.xb[0]
-
-
-class WholeBatches:
-    "Call of a model with Composer's interface, and its own loss of the outputs."
-
-    def __init__(self) -> None:
-        self._own_loss: Any = None  # loss of the outputs of a validation batch
-
-    def call(
-        self,
-        learn: Learner,  # Learner with a current batch
-        model: nn.Module,  # its model, or the wrapper that is called in training
-    ) -> Any:
-        "Call the model with the whole batch, and return the prediction; in validation, keep the loss of its outputs."
-        batch = whole_batch(learn)
-        self._own_loss = None
-        if learn.training:
-            return model(batch)
-        bare: Any = bare_model(model)
-        if learn.phase == 'predict':
-            return bare.eval_forward(batch)
-        outputs = model(batch)
-        self._own_loss = _reduce_losses(bare.loss(outputs, batch))
-        return bare.eval_forward(batch, outputs)
-
-    def loss(self, learn: Learner) -> Any:
-        "Return the model's own loss of the current prediction."
-        if not learn.training:
-            return self._own_loss
-        model: Any = bare_model(learn.model)
-        return _reduce_losses(model.loss(learn.pred, whole_batch(learn)))
-
-
-def call_module(
-    learn: Learner,  # Learner with a current batch
-    module: nn.Module,  # its model, or the wrapper that is called in training
-) -> Any:
-    "Call a module with the inputs of the batch, or with the whole batch if it has Composer's interface."
-    if learn.parts.whole_batches is not None:
-        return learn.parts.whole_batches.call(learn, module)
-    return apply_model(module, learn.xb)
-
-
-def _reduce_losses(loss: Any) -> Any:
-    "Return the losses of a model as one loss; in a dict of losses, rename the entry `total` to `loss`."
-    if isinstance(loss, Mapping) and 'total' in loss:
-        return {'loss' if name == 'total' else name: part for name, part in loss.items()}
-    if isinstance(loss, (tuple, list)):
-        return sum(part.mean() for part in loss)
-    return loss.mean() if isinstance(loss, Tensor) and loss.ndim else loss

@@ -419,7 +419,7 @@ class ObservedTable(WatchedTable):
     def _is_repeating(self) -> bool:
         "Return True from the first batch on, once the state before the batches has been restored."
         learn = self.learn
-        is_restored = learn.parts.resuming is None and learn.run.is_active
+        is_restored = learn.run.resuming is None and learn.run.is_active
         return is_restored and learn.parts.counters.batches >= self.begin
 
     def _begin(self, name: str) -> None:

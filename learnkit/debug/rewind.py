@@ -255,7 +255,7 @@ def _replay(
     try:
         seek(learn, stop, fit, resume or False)
     finally:
-        learn.parts.rewound = run.folder.absolute()
+        learn.parts.positions.rewound = run.folder.absolute()
     if not stop.drawn:
         raise CheckpointError(f'The run ends before {until}: there is no such batch.')
     _run_lazy_layers(learn, stop.drawn['xb'])

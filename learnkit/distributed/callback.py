@@ -359,7 +359,7 @@ class DistributedTraining(Callback):
                 if has_samples
                 else 0
             )
-            own = torch.as_tensor(weight, dtype=torch.float64, device=learn.parts.batch_device)
+            own = torch.as_tensor(weight, dtype=torch.float64, device=learn.run.batch_device)
             self.batch.weights = own, learn.world.start_sum(own / learn.world.copies)
         return self.batch.weights
 

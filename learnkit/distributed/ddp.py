@@ -15,14 +15,10 @@ from typing_extensions import override
 from learnkit.comm.dtensor import reshard
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.device import has_streams
-from learnkit.core.model import call_module
-from learnkit.engine.loss import call_model
 from learnkit.engine.snapshot import preserved_forward
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-HOLDER = 'DistributedDataParallel'  # of the seam `model`
 
 
 class Parallelism:
@@ -106,11 +102,7 @@ class Replicas(Parallelism):
             self._layout = layout
             self._params = params
             self._has_averaged = False
-        learn.seams.take(HOLDER, model=self.call)
-
-    def call(self, learn: Learner) -> Any:
-        "Call the wrapper in training, and the model itself in evaluation."
-        return call_module(learn, self.wrapped if learn.training else learn.model)
+        learn.seams.wrapper = self.wrapped
 
     def _wrap(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
@@ -187,8 +179,7 @@ class Replicas(Parallelism):
         self.wrapped = None
         self._layout = []
         self._params = []
-        if learn.seams.holders.get('model') == HOLDER:
-            learn.seams.give_back({'model': call_model})
+        learn.seams.wrapper = None
         if wrapped is None:
             return
         for name in ('reducer', 'logger', 'process_group'):

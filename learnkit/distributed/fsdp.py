@@ -115,7 +115,7 @@ class Sharded(Parallelism):
                 'weights= is for a model on the meta device, `with torch.device("meta"): model = ...`. Load the '
                 'weights of another one by `learn.load`.'
             )
-        if learn.parts.has_lost_weights and self.weights is None:
+        if learn.run.has_lost_weights and self.weights is None:
             warn_user(
                 'An error has ended the last context, and the weights went with it: the model gets new ones. Resume '
                 'from a checkpoint, `learn.fit(n, resume=True)`, or give `weights=`.'
@@ -179,7 +179,7 @@ class Sharded(Parallelism):
             for p, shape in zip(original.parameters(), self._shapes, strict=True):
                 p.data = p.new_empty(1).expand(shape)
             replace_model(learn, original.to('meta'), None)
-            learn.parts.has_lost_weights = True
+            learn.run.has_lost_weights = True
             learn.parts.callbacks.notify('on_weights_restored')
             return
         state = self._collect_rest(learn)
@@ -187,7 +187,7 @@ class Sharded(Parallelism):
         if not all(self._are_empty):
             take_back(original, learn.model)
         replace_model(learn, original, state)
-        learn.parts.has_lost_weights = False
+        learn.run.has_lost_weights = False
 
     def _has_failed(self, learn: Learner) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."

@@ -76,7 +76,7 @@ def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: P
         'team': team,
         'rng': rng,
         # pickling loses the identity by which learning rates set by the optimizer are recognized
-        'own_lrs': learn.parts.own_lrs[0] is learn.lr,
+        'own_lrs': learn.opt is not None and learn.opt.own_lrs[0] is learn.lr,
     }
     _save(payload, folder / _PAYLOAD)
 
@@ -229,7 +229,7 @@ def _train(rank: int, folder: Path) -> None:
     payload = torch.load(folder / _PAYLOAD, map_location='cpu', mmap=True, weights_only=False)
     learn = payload['learn']
     if payload['own_lrs']:
-        learn.parts.own_lrs = learn.lr, learn.parts.own_lrs[1]
+        learn.opt.own_lrs = learn.lr, learn.opt.own_lrs[1]
     if rank == 0:
         restore_rng(payload['rng'])
     with learn.removed_cbs([DistributedTraining]), learn.added_cbs(payload['team']):

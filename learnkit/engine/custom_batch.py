@@ -19,7 +19,7 @@ clipping and accumulation apply to the parameters of the optimizer that steps (`
 Callbacks work in such a loop as in the default loop. A loop that calls the model and `backward`
 itself is checked up to its first step, and a warning names the callbacks that have no effect in it.
 
-Steps that evaluate the loss again (LBFGS, SAM) repeat the passes of the batch: `ClosureStep`.
+Steps that evaluate the loss again (LBFGS, SAM) repeat the passes of the batch: `step_with_closure`.
 """
 
 from __future__ import annotations
@@ -80,13 +80,22 @@ class OptimizeCall:
 
 
 class CustomBatch:
-    "State of the calls of `forward` and `optimize` in a batch."
+    """State of the calls of `forward` and `optimize` in a batch.
+
+    Takes the seam `step` in a fit whose optimizer evaluates the batch again.
+    """
+
+    holder = 'an optimizer with a closure'
 
     def __init__(self) -> None:
         self.call: Any = None  # current call of `optimize`
         self.calls_modules = False  # `forward` calls modules directly, without their wrapper
         self.loss_sum: Any = 0  # sum of this batch's losses passed to `optimize`
         self.n_losses = 0  # number of these losses
+
+    def seams(self, learn: Learner) -> dict[str, Any] | None:
+        "Return the step with a closure, if the optimizer needs one."
+        return {'step': step_with_closure} if learn.opt.needs_closure else None
 
     @contextmanager
     def opened(self, learn: Learner, call: OptimizeCall) -> Iterator[None]:
@@ -276,44 +285,39 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
 # -- steps that evaluate the loss of the batch again: LBFGS, SAM -----------------------------------
 
 
-class ClosureStep:
-    """Step of an optimizer that evaluates the batch again; the loop has evaluated it once already.
+def step_with_closure(learn: Learner) -> None:
+    """Take the step of an optimizer that evaluates the batch again; the loop has evaluated it once already.
 
-    Takes the seam `step` in a fit whose optimizer needs a closure.
+    What is recorded is the evaluation before the step.
     """
 
-    def __init__(self) -> None:
-        # True while the batch is evaluated again, which callbacks do not record
-        self.repeating = False
+    def evaluate() -> Tensor:
+        learn.opt.zero_grad(only=learn.turn)
+        repeat_passes(learn)
+        return learn.parts.processes.batch_loss(learn)
 
-    def __call__(self, learn: Learner) -> None:
-        "Take the step with a closure. What is recorded is the evaluation before the step."
+    closure = Closure(evaluate, lambda: learn.parts.processes.batch_loss(learn))
+    before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
+    try:
+        learn.opt.step(closure, only=learn.turn)
+    except BaseException:
+        learn.opt.clear_state(closures=True)  # an unfinished line search cannot be continued
+        raise
+    learn.__dict__.update(before)
 
-        def evaluate() -> Tensor:
-            learn.opt.zero_grad(only=learn.turn)
-            self.repeat(learn)
-            return learn.parts.processes.batch_loss(learn)
 
-        closure = Closure(evaluate, lambda: learn.parts.processes.batch_loss(learn))
-        before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
-        try:
-            learn.opt.step(closure, only=learn.turn)
-        except BaseException:
-            learn.opt.clear_state(closures=True)  # an unfinished line search cannot be continued
-            raise
-        learn.__dict__.update(before)
-
-    def repeat(self, learn: Learner) -> None:
-        "Run the forward and backward passes of the batch again, without the step."
-        with replacing_yield(self, 'repeating', True):
-            if learn.parts.custom_batch.call is not None:
-                repeat_call(learn, learn.parts.custom_batch.call)
-            elif learn.microbatch:
-                learn.parts.microbatches.run(learn, learn.microbatch)
-            else:
-                clear_pass(learn)
-                learn._do_pred_loss()
-                learn._with_events(learn._backward, 'backward', CancelBackwardException)
+def repeat_passes(learn: Learner) -> None:
+    "Run the forward and backward passes of the batch again, without the step."
+    call = learn.parts.custom_batch.call
+    with replacing_yield(learn.run, 'repeating', True):
+        if call is not None:
+            repeat_call(learn, call)
+        elif learn.microbatch:
+            learn.parts.microbatches.run(learn, learn.microbatch)
+        else:
+            clear_pass(learn)
+            learn._do_pred_loss()
+            learn._with_events(learn._backward, 'backward', CancelBackwardException)
 
 
 def repeat_call(learn: Learner, call: OptimizeCall) -> None:
@@ -380,7 +384,7 @@ class EventCheck(Callback):
         learn.parts.callbacks.hold([self])
         waiting: dict[str, list[str]] = {}
         for event in BATCH_EVENTS:
-            for _, switch, cb in learn.parts.callbacks.tables[True][event]:
+            for _, switch, cb in learn.parts.callbacks.plain_tables[True][event]:
                 if event not in self._seen and switch and waits_for_events(cb):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if waiting:

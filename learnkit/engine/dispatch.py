@@ -10,7 +10,6 @@ from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -68,8 +67,11 @@ class CallbackSet:
         self.held: list[Any] = []
         self.keys: dict[int, str] = {}
         # indexed by `learn.training`
-        self.tables = HandlerTable(self, False), HandlerTable(self, True)
-        self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
+        self.plain_tables = HandlerTable(self, False), HandlerTable(self, True)
+        self.tables: tuple[HandlerTable, ...] = self.plain_tables  # tables that the loop uses
+        self.more_tables: list[HandlerTable] = []  # tables that may be in `tables`
+        # callback and event of the handler that runs, and the entry of the outer one
+        self.running: tuple[Any, str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)
@@ -87,7 +89,7 @@ class CallbackSet:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
         if classes:
             list_handled.cache_clear()
-        for table in (*self.tables, *self.more_tables):
+        for table in (*self.plain_tables, *self.more_tables):
             table.clear()
 
     def changed(self, cb: Any, name: str) -> None:
@@ -161,7 +163,7 @@ class CallbackSet:
 
     def call_one(self, cb: Any, name: str) -> None:
         "Run one callback's handler of an event, also if the callback is switched off."
-        for handler, _, owner in self.tables[bool(self.learn.training)][name]:
+        for handler, _, owner in self.plain_tables[bool(self.learn.training)][name]:
             if owner is cb:
                 handler()
 
@@ -179,7 +181,7 @@ class CallbackSet:
 
     def is_step_due(self) -> bool:
         "Return True unless the method `will_step` of a callback postpones the step of the training batch."
-        entries = self.tables[True][WILL_STEP]
+        entries = self.plain_tables[True][WILL_STEP]
         return not entries or all(will_step() for will_step, switch, _ in entries if switch)
 
     def has_handler(self, event: str) -> bool:
@@ -188,7 +190,7 @@ class CallbackSet:
 
     def fill_tables(self) -> None:
         "List the handlers of each event, in evaluation and in training."
-        for table in self.tables:
+        for table in self.plain_tables:
             table.update({event: [] for event in _HANDLED})
         moved: set[str] = set()  # events that some callback takes first or last
         for cb in self.list_ordered():
@@ -200,11 +202,11 @@ class CallbackSet:
             runs_inner = [not is_plain or cb.runs_at('before_batch', t) for t in (False, True)]
             for event, handler in list_handlers(cb, self.learn.world):
                 is_inner = event in INNER_EVENTS
-                for table in self.tables:
+                for table in self.plain_tables:
                     if runs_inner[table.training] if is_inner else runs_outer:
                         table[event].append((handler, switch, cb))
         for event in moved:
-            for table in self.tables:
+            for table in self.plain_tables:
                 table[event].sort(key=lambda entry: _find_place(entry[2], event))
 
     def list_ordered(self) -> list[Any]:
@@ -221,27 +223,27 @@ class CallbackHost:
 
     def __init__(self) -> None:
         self.parts.callbacks = CallbackSet(cast('Learner', self))
-        self.parts.tables = self.parts.callbacks.tables
 
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str:
             return self._call_all(event_name)
-        entries = self.parts.tables[self.training][event_name]
+        callbacks = self.parts.callbacks
+        entries = callbacks.tables[self.training][event_name]
         if not entries:
             return
-        outer = self.parts.running
+        outer = callbacks.running
         try:
             for handler, switch, cb in entries:
                 if switch:
-                    self.parts.running = cb, event_name, outer
+                    callbacks.running = cb, event_name, outer
                     handler()
         except BaseException as e:
             __tracebackhide__ = True  # set only here, so that it takes no time without an error
             self._note_error(e, cb, event_name)
             raise
         finally:
-            self.parts.running = outer
+            callbacks.running = outer
 
     def _note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add the callback and the event to an exception of a handler."
@@ -263,7 +265,7 @@ class CallbackHost:
         >>> with learn.contexts('forward'): print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
         """
-        entries = self.parts.tables[self.training][CONTEXTS[part]]
+        entries = self.parts.callbacks.tables[self.training][CONTEXTS[part]]
         if not entries:
             return NO_CONTEXT
         if len(entries) > 1:
@@ -279,7 +281,6 @@ class CallbackHost:
     def __setstate__(self, state: dict[str, Any]) -> None:
         cbs = state.pop('_cbs')
         self.__dict__.update(state)
-        self.parts.lock, self.parts.running = RLock(), None
         CallbackHost.__init__(self)
         for cb in cbs:
             object.__setattr__(cb, 'learn', self)
@@ -563,7 +564,7 @@ def run_fastai_handler(cb: Any, event_name: str) -> Any:
 def list_running(learn: Learner) -> list[tuple[Any, str]]:
     "Return the callbacks whose handlers are running, with their events, innermost first."
     found = []
-    entry = learn.parts.running
+    entry = learn.parts.callbacks.running
     while entry is not None:
         cb, event_name, entry = entry
         found.append((cb, event_name))

@@ -140,7 +140,7 @@ class Loop(CallbackHost, LoopFields):
 
     def draw_batches(self) -> Iterator[tuple[int, Any]]:
         "Yield the batches of `self.dl` with their numbers; fire `before_draw` and `after_draw` around each draw."
-        self.parts.batch_device = model_device(self.model, self.dls)
+        self.run.batch_device = model_device(self.model, self.dls)
         self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
         source = self.seams.source
         numbers, batches = source.batches(self)
@@ -293,7 +293,7 @@ class Loop(CallbackHost, LoopFields):
     # -- the batch -------------------------------------------------------------------------------
 
     def _set_device(self, b: Any) -> Any:
-        device = self.parts.batch_device if self.run.depth else None
+        device = self.run.batch_device if self.run.depth else None
         return to_device(b, device or model_device(self.model, self.dls))
 
     def _split(self, b: Any) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from learnkit.core.batch import unpack_output
+from learnkit.core.batch import apply_model, unpack_output
 from learnkit.core.errors import LossError
-from learnkit.core.model import call_module
 from learnkit.core.validation import takes_alone
 from learnkit.engine.counters import sample_count
 
@@ -22,21 +21,27 @@ def call_model(learn: Learner) -> Any:
     "Call the model on the batch, and return its output."
     __tracebackhide__ = True
     xb = learn.xb
-    if learn.parts.whole_batches is None and (len(xb) != 1 or type(xb[0]) is Tensor):
-        return learn.model(*xb)
-    return call_module(learn, learn.model)
+    module = learn.model if learn.seams.wrapper is None else called_module(learn)
+    if len(xb) != 1 or type(xb[0]) is Tensor:
+        return module(*xb)
+    return apply_model(module, xb)
+
+
+def called_module(learn: Learner) -> Any:
+    "Return the module that is called on a batch: the model, or its wrapper in training."
+    wrapper = learn.seams.wrapper
+    return learn.model if wrapper is None or not learn.training else wrapper
 
 
 def compute_batch_loss(
     learn: Learner,
     output: Any,  # what the model returned; `learn.pred` is what callbacks made of it
+    own_loss: Any = None,  # loss that the model has computed; None: in the output, if at all
 ) -> Tensor | None:
     "Take the prediction out of the output, and return its loss, or None for a batch without targets."
     __tracebackhide__ = True
-    pred, own_loss = learn.pred, None
-    if learn.parts.whole_batches is not None:
-        own_loss = learn.parts.whole_batches.loss(learn)
-    elif type(pred) is not Tensor:
+    pred = learn.pred
+    if own_loss is None and type(pred) is not Tensor:
         learn.pred, own_loss = unpack_output(pred)
         if not isinstance(learn.pred, Mapping):
             pred = learn.pred  # else the loss function gets the whole dict, with the model's losses
@@ -89,7 +94,7 @@ def total_loss(
     weigh = learn.parts.loss_weights.weigh_batch
     weight = weigh(learn, learn.xb, learn.yb) if has_func else sample_count(learn)
     for name, value in parts.items():
-        if name != 'loss' and not learn.parts.closure.repeating:
+        if name != 'loss' and not learn.run.repeating:
             learn.log(f'train_{name}' if learn.training else name, value, weight)
     loss = parts.get('loss')
     total: Tensor = sum(parts.values()) if loss is None else loss

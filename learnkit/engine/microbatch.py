@@ -34,11 +34,17 @@ class Microbatches:
     a part fits into memory.
     """
 
+    holder = 'microbatch'
+
     def __init__(self) -> None:
         self.index = 0  # number of the current microbatch
         self.is_last = True  # whether the current microbatch is the last of its batch
         self.share: Any = 1.0  # weight of the microbatch in the loss of its batch
         self.fitting_size: int | None = None  # size that fits into memory
+
+    def seams(self, learn: Learner) -> dict[str, Any] | None:
+        "Return the training on a batch in parts."
+        return {'batch': self} if learn.microbatch else None
 
     def __call__(self, learn: Learner) -> None:
         "Train on the current batch."

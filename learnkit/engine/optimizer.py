@@ -64,7 +64,7 @@ def prepare_opt(
         lr = find_initial_lrs(learn)
     hypers = {'lr': lr, 'wd': wd}
     learn.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
-    learn.parts.last_lrs = learn.opt.lrs
+    learn.opt.last_lrs = learn.opt.lrs
     learn.opt.zero_grad()
 
 
@@ -87,16 +87,16 @@ def find_initial_lrs(learn: Learner) -> Any:
     added later. Rates that the user has changed since the last fit are kept; the final rates of
     a schedule are not.
     """
-    requested_lr, own_lrs = learn.parts.own_lrs
+    requested_lr, own_lrs = learn.opt.own_lrs
     current_lrs = learn.opt.lrs
     if not current_lrs:
         return None
     if not own_lrs or requested_lr is not learn.lr:
         return learn.lr
     n = len(own_lrs)
-    if not callable(learn.opt_func) and current_lrs[:n] != learn.parts.last_lrs[:n]:
+    if not callable(learn.opt_func) and current_lrs[:n] != learn.opt.last_lrs[:n]:
         own_lrs = current_lrs[:n]
-    learn.parts.own_lrs = requested_lr, own_lrs
+    learn.opt.own_lrs = requested_lr, own_lrs
     return [*own_lrs, *current_lrs[n:]]
 
 
@@ -111,7 +111,7 @@ def training_weights(learn: Learner) -> Iterator[None]:
         yield
     finally:
         learn.opt.eval()
-        learn.parts.last_lrs = learn.opt.lrs
+        learn.opt.last_lrs = learn.opt.lrs
 
 
 def create_opt(learn: Learner) -> None:
@@ -133,12 +133,12 @@ def create_opt(learn: Learner) -> None:
     if last is not None and is_instance:
         opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
     learn.opt = opt
-    lrs = learn.parts.last_lrs = opt.lrs
+    lrs = learn.opt.last_lrs = opt.lrs
     ignores_lr = isinstance(learn.lr, (int, float)) and any(lr != learn.lr for lr in lrs)
     if ignores_lr and is_instance:
         learn.lr = lrs[0] if len(set(lrs)) == 1 else lrs
     has_own_lrs = ignores_lr or (is_instance and lrs)
-    learn.parts.own_lrs = (learn.lr, lrs) if has_own_lrs else (None, None)
+    learn.opt.own_lrs = (learn.lr, lrs) if has_own_lrs else (None, None)
 
 
 def make_optimizer(learn: Learner) -> OptimWrapper:

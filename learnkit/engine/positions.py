@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ class Source:
 
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Begin a pass over `learn.dl`: set `n_iter`, and return the numbers of the batches and the batches."
-        device = learn.parts.batch_device
+        device = learn.run.batch_device
         assert device is not None  # `draw_batches` has set it
         return set_length(learn), draw(learn, read_ahead(learn.dl, device))
 
@@ -125,6 +126,8 @@ class TrainingPositions(Source):
     that ends within a pass leaves the rest of the batches to the next fit with a budget.
     """
 
+    holder = 'checkpoints'
+
     def __init__(self) -> None:
         self.first: dict[str, Any] | None = None  # the loader at the start of the fit
         self.position: LoaderPosition | None = None  # position in the current pass
@@ -136,6 +139,17 @@ class TrainingPositions(Source):
             None  # the last batch of the open pass as its loader gave it; None: not needed
         )
         self._current: Iterator[Any] | None = None  # batches of the open pass
+        # folder of the run to which `rewind` has moved the Learner
+        self.rewound: Path | None = None
+
+    def seams(self, learn: Learner) -> dict[str, Any] | None:
+        "Return the source of a fit: the remaining batches of a resumed fit, otherwise all batches."
+        resume = learn.run.resuming
+        if resume is not None:
+            return {'source': resume.make_source(self)}
+        if 'source' in learn.seams.holders:
+            return None  # with another source, no fit resumes within an epoch
+        return {'source': self}
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
@@ -214,7 +228,7 @@ class TrainingPositions(Source):
     def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
         dl = learn.dl
-        device = learn.parts.batch_device
+        device = learn.run.batch_device
         assert device is not None  # `draw_batches` has set it
         if is_stream(learn.dls):
             if self.stream is None or self.stream.dl is not dl:

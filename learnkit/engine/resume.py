@@ -61,6 +61,10 @@ class ResumeState:
         "Point of the loop at which the checkpoint is restored."
         return SAVE_POINTS[self.loop['point']]
 
+    def make_source(self, positions: TrainingPositions) -> ResumedRun:
+        "Return the epochs and batches that remain."
+        return ResumedRun(positions, self)
+
     def keep(self) -> None:
         "Keep what is restored, whatever happens from here on."
         if self.before is not None:
@@ -111,11 +115,11 @@ def check_rewound(learn: Learner, resume: Any) -> None:
     """Raise `CheckpointError` for a new fit that would write into the folder of the run that was rewound.
 
     A fit that resumes replaces the state that `rewind` has set, and ends the check."""
-    folder = learn.parts.rewound
+    folder = learn.parts.positions.rewound
     if folder is None:
         return
     if resume is not None and resume is not False:
-        learn.parts.rewound = None
+        learn.parts.positions.rewound = None
         return
     if folder in [place.absolute() for place in list_checkpoint_folders(learn)]:
         raise CheckpointError(
@@ -146,7 +150,7 @@ class ResumedRun(Source):
     @override
     def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
         "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
-        r = learn.parts.resuming
+        r = learn.run.resuming
         epoch: int = r.loop['epoch']
         if r.point == 'epoch':
             self._restore_after_epoch(learn)
@@ -157,7 +161,7 @@ class ResumedRun(Source):
         return self.positions.epochs(learn, epoch)
 
     def _restore_after_epoch(self, learn: Learner) -> None:
-        r = learn.parts.resuming
+        r = learn.run.resuming
         epoch: int = r.loop['epoch']
         learn.epoch = epoch
         per_iteration = learn.epochs_per_iteration
@@ -171,7 +175,7 @@ class ResumedRun(Source):
     @override
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
         "Return the batches that remain of the epoch of the checkpoint, and all of any other epoch."
-        r = learn.parts.resuming
+        r = learn.run.resuming
         if not (learn.training and learn.fitting):
             return self.positions.batches(learn)
         if r is None:
@@ -209,7 +213,7 @@ def _call_after_first(items: Iterator[Any], call: Callable[[], None]) -> Iterato
 
 def resume_at(learn: Learner, point: str) -> None:
     "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
-    r = learn.parts.resuming
+    r = learn.run.resuming
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
     if is_its_epoch and r.point == point:

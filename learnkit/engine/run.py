@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from learnkit.core.errors import (
     list_places,
 )
 from learnkit.core.interrupts import allow_interrupts, run_all
-from learnkit.core.model import WholeBatches, check_can_run, preserved_modes, takes_batches
+from learnkit.core.model import check_can_run, preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
@@ -33,11 +34,15 @@ from learnkit.engine.dispatch import (
 )
 from learnkit.engine.events import LEVELS
 from learnkit.engine.fields import RESTORED
+from learnkit.engine.whole_batch import HOLDER, whole_batch_seams
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 CLEANUP = 'cleanup'  # kind of a run that ends
+
+
+_hidden: Any = partial(field, repr=False, compare=False)
 
 
 @dataclass
@@ -52,8 +57,21 @@ class Run:
     depth: int = 0  # number of open runs: 1 in a fit, 2 in a validate() inside it
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
+    repeating: bool = False  # a step evaluates the batch again, which callbacks do not record
+    has_lost_weights: bool = False  # shards of the model went with a rank that failed
+    resuming: Any = _hidden(default=None)  # `ResumeState` that is not restored yet
+    batch_device: torch.device | None = _hidden(default=None)  # of the last loader's batches
+    replay_source: Any = _hidden(default=None)  # callback that keeps the batch for `replay`
+    lock: Any = _hidden(default_factory=RLock)  # one run at a time
     # called at the end of the outermost run, also if its cleanup was aborted
     releases: list[Callable[[], object]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        "Return the attributes without the lock, which cannot be copied."
+        return {name: value for name, value in vars(self).items() if name != 'lock'}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=RLock())
 
     @property
     def is_active(self) -> bool:
@@ -85,8 +103,11 @@ def open_run(
     counters = learn.parts.counters
     if kind not in ('', 'fit') and not run.depth:  # `fit` has checked it
         check_can_run(learn)
-    with learn.parts.lock:
+    with learn.run.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
+        convention: dict[
+            str, Any
+        ] = {}  # functions of the loop that a model of whole batches replaces
         grad = torch.is_grad_enabled()
         began = perf_counter()
         held = hold_others(learn, kind)
@@ -99,7 +120,7 @@ def open_run(
             if kind == 'fit':
                 counters.fit_began = began
             if run.depth == 1:
-                learn.parts.whole_batches = WholeBatches() if takes_batches(learn.model) else None
+                convention = learn.seams.take_free(HOLDER, **whole_batch_seams(learn))
                 learn.parts.callbacks.refresh(classes=True)
                 learn._open_for_use()
             try:
@@ -122,6 +143,7 @@ def open_run(
             run.levels, run.kind, learn.fitting, run.depth = outer
             learn.parts.callbacks.release(held)
             learn.parts.callbacks.hold(released)
+            learn.seams.give_back(convention)
             if kind == 'fit':
                 counters.seconds = learn.finished('sec')
                 counters.fit_began = None
@@ -160,7 +182,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     if error is not None:
         forget_run(learn)
     learn.parts.positions.close()
-    learn.parts.resuming = None
+    learn.run.resuming = None
     learn.resumed = False
     learn.error = None
     run.stopping = False
@@ -206,11 +228,11 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
     called too, because they may have changes to undo.
     """
     raised: list[BaseException] = []
-    for handler, switch, cb in learn.parts.tables[learn.training][event_name]:
+    for handler, switch, cb in learn.parts.callbacks.tables[learn.training][event_name]:
         has_left = cb not in learn.parts.callbacks
         if not switch and (event_name == 'after_error' or has_left):
             continue
-        learn.parts.running = cb, event_name, learn.parts.running
+        learn.parts.callbacks.running = cb, event_name, learn.parts.callbacks.running
         try:
             with allow_interrupts():
                 handler()
@@ -224,7 +246,7 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
                 e = stray
             raised.append(e)
         finally:
-            learn.parts.running = learn.parts.running[2]
+            learn.parts.callbacks.running = learn.parts.callbacks.running[2]
     return raised
 
 

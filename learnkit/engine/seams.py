@@ -10,8 +10,10 @@
 | `step` | takes the step of the optimizer | `opt.step()` |
 
 Each function is called with the Learner; the function of `loss` also gets the output of the model.
-`source` is an object with the methods of `Source`. A feature takes a seam when a run opens, and gives
-it back when the run ends. Two features that want the same seam are refused before the first batch.
+`source` is an object with the methods of `Source`. A feature is an object with a name, `holder`, and a
+method `seams(learn)`, which returns its functions in a fit by seam, or None. It is one of `learn.parts`
+or of `learn.seams.features`. A fit takes the seams for its features, and gives them back at its end. Two
+features that want the same seam are refused before the first batch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from learnkit.core.errors import FitError
 from learnkit.engine.loss import call_model, compute_batch_loss
 from learnkit.engine.positions import Source
-from learnkit.engine.resume import ResumedRun
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -48,6 +49,8 @@ class Seams:
         self.batch: Callable[[Any], None] | None = None  # None: `_do_pred_loss`, `_do_grad_opt`
         self.step: Callable[[Any], None] | None = None  # None: `opt.step()`
         self.holders: dict[str, str] = {}  # seam to the feature that holds it
+        self.wrapper: Any = None  # module that is called in training in place of the model
+        self.features: list[Any] = []  # further features; the first are the parts of the engine
 
     def take(
         self,
@@ -68,6 +71,10 @@ class Seams:
         self.__dict__.update(functions)
         self.holders.update(dict.fromkeys(functions, holder))
         return before
+
+    def take_free(self, holder: str, **functions: Any) -> dict[str, Any]:
+        "Put functions at the seams that no feature holds, and return the functions that were there."
+        return self.take(holder, **{n: f for n, f in functions.items() if n not in self.holders})
 
     def give_back(
         self,
@@ -95,26 +102,16 @@ def train_whole_batch(learn: Learner) -> None:
 
 
 @contextmanager
-def fit_seams(
-    learn: Learner,
-    checkpoint: Any,  # `ResumeState` that the fit resumes from, or None
-) -> Iterator[None]:
+def fit_seams(learn: Learner) -> Iterator[None]:
     "Let the features of a Learner take their seams for a fit."
     seams = learn.seams
     before: dict[str, Any] = {}
     try:
-        if checkpoint is not None:
-            before |= seams.take('resume', source=ResumedRun(learn.parts.positions, checkpoint))
-        elif 'source' not in seams.holders:  # with another source, no fit resumes within an epoch
-            before |= seams.take('checkpoints', source=learn.parts.positions)
-        if learn.opt.needs_closure:
-            before |= seams.take(repr(learn.opt), step=learn.parts.closure)
-        if learn.microbatch:
-            before |= seams.take('microbatch', batch=learn.parts.microbatches)
-        elif learn.parts.whole_step is not None:
-            before |= seams.take('compile(step=True)', batch=learn.parts.whole_step)
-        learn.parts.advice.begin_fit()
-        learn.parts.positions.begin_fit(learn)
+        for feature in (*learn.parts.list_features(), *seams.features):
+            functions = feature.seams(learn)
+            if functions:
+                before |= seams.take(feature.holder, **functions)
+        learn.parts.begin_fit(learn)
         yield
     finally:
         seams.give_back(before)

@@ -255,7 +255,7 @@ def restored(
         restored_objects(
             learn,
             [vars(learn), vars(learn.parts), *map(vars, cbs), *map(vars, parts)],
-            excluded=[callbacks, learn.parts.tables, learn.parts.whole_step],
+            excluded=[callbacks, callbacks.tables, *learn.seams.features],
             on_host=on_host,
         )
     )

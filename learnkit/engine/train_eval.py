@@ -127,7 +127,7 @@ class TrainEvalCallback(Callback):
         self.learn.parts.modes.train(self.learn)
         if self.learn.parts.counters.needed:
             self.before_batch = self._check_counted  # type: ignore[method-assign]
-        table = self.learn.parts.callbacks.tables[True]
+        table = self.learn.parts.callbacks.plain_tables[True]
         handlers = [*table['after_loss'], *table['before_backward']]
         if not self.learn.train_iter and any(_is_of_user(cb) for _, _, cb in handlers):
             self.after_loss = self._note_loss  # type: ignore[method-assign]

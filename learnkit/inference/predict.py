@@ -155,7 +155,7 @@ def _run_predictions(
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
         deferred_interrupts() as deferred,
-        learn.parts.lock,
+        learn.run.lock,
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
@@ -324,7 +324,7 @@ def tta(
             'f(x) returns the inputs of a batch augmented.'
         )
     combine = torch.maximum if use_max else torch.add
-    with learn.parts.lock, preserved_rng():
+    with learn.run.lock, preserved_rng():
         open_valid_split = set_split and partial(set_split, 1)
         open_train_split = set_split and partial(set_split, 0)  # with training transforms
         plain, targs = _predict_augmented(learn, dl, open_valid_split, None)

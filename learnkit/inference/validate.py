@@ -46,7 +46,7 @@ def validate(
     try:
         with (
             deferred_interrupts() as deferred,
-            learn.parts.lock,
+            learn.run.lock,
             preserved_state(learn),
             learn.validation_context(cbs=cbs, inner=True),
             learn.parts.processes.run(learn, 'evaluation'),

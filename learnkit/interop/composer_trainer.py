@@ -86,7 +86,7 @@ class ComposerTrainer(Callback):
             return
         self.begin_batch()
         self._measure()
-        if self.batch_metrics and not self.learn.parts.closure.repeating:
+        if self.batch_metrics and not self.learn.run.repeating:
             self._batch = whole_batch(self.learn)
 
     def after_backward(self) -> None:

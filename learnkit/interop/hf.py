@@ -241,7 +241,7 @@ class TrainerRun(Callback):
         self.progress = Progress()
         self._started_at = perf_counter()
         if learn.resumed:  # the checkpoint is restored after this event
-            states = learn.parts.resuming.state['callbacks']
+            states = learn.run.resuming.state['callbacks']
             self.load_state_dict(states.get(learn.parts.callbacks.keys[id(self)], {}))
         self._call('on_train_begin')
 

@@ -274,7 +274,7 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         self._has_read_files = False
-        if self.learn.parts.resuming is not None:
+        if self.learn.run.resuming is not None:
             self._load_resumed_state()
         else:
             self.at_epoch_end = False
@@ -288,7 +288,7 @@ class _FromKsuit(Callback):
     def _load_resumed_state(self) -> None:
         "Load the checkpointed state before `before_training`; the Learner loads it only after `before_fit`."
         learn = self.learn
-        resume = learn.parts.resuming
+        resume = learn.run.resuming
         state = resume.state['callbacks'].get(learn.parts.callbacks.keys[id(self)])
         if state is not None:
             self.load_state_dict(copy_to_host(state))
@@ -544,7 +544,7 @@ class _FromKsuit(Callback):
 
     def progress(self) -> Progress:
         "Return the progress of training; before a checkpoint is restored, the progress of the checkpoint."
-        resume = self.learn.parts.resuming
+        resume = self.learn.run.resuming
         if resume is None:
             now = self.learn.time
             epochs = now.ep

@@ -125,7 +125,7 @@ def _optimizer_settings(learn: Learner) -> dict[str, Any]:
     opt = learn.opt
     hypers = [dict(group.items()) for group in opt.hypers]
     if learn.fitting:
-        for group, lr in zip(hypers, learn.parts.last_lrs, strict=False):  # a group may be new
+        for group, lr in zip(hypers, learn.opt.last_lrs, strict=False):  # a group may be new
             group['lr'] = lr
     settings = {'optimizer': '+'.join(type(o).__name__ for o in opt.optimizers.values())}
     for i, group in enumerate(hypers):

@@ -88,7 +88,7 @@ class ActivationMonitor(HookCallback):
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure a module's inputs and outputs in the loop's own forward passes."
         learn = self.learn
-        if not learn.training or learn.parts.closure.repeating or 'pred' in learn.__dict__:
+        if not learn.training or learn.run.repeating or 'pred' in learn.__dict__:
             return
         for side, values in ('input', inp), ('output', out):
             for i, t in enumerate(tensors_in(values)):

@@ -84,7 +84,7 @@ class ActivationStats(HookCallback):
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure the output of a layer in the loop's own forward passes in training."
         learn = self.learn
-        if not learn.training or learn.parts.closure.repeating:
+        if not learn.training or learn.run.repeating:
             return
         if self.is_forward and 'pred' in learn.__dict__:
             return

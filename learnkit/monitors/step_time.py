@@ -105,19 +105,22 @@ class Timings:
 
     def begin_step(self, learn: Learner) -> None:
         "Replace the loop's handler tables by tables that read the clock, from one draw to the next."
-        if learn.parts.tables is not learn.parts.callbacks.tables:
+        if learn.parts.callbacks.tables is not learn.parts.callbacks.plain_tables:
             return  # `learn.trace()` has replaced them
-        learn.parts.tables = learn.parts.tables[False], self._get_timed_table(learn)
-        self.device = learn.parts.batch_device
+        learn.parts.callbacks.tables = (
+            learn.parts.callbacks.tables[False],
+            self._get_timed_table(learn),
+        )
+        self.device = learn.run.batch_device
         self._last_event = 'before_draw'
         self._last_time = perf_counter()
         self._last_mark = None
 
     def end_step(self, learn: Learner) -> None:
         "Restore the loop's handler tables if a step is being measured."
-        if not isinstance(learn.parts.tables[True], TimedTable):
+        if not isinstance(learn.parts.callbacks.tables[True], TimedTable):
             return
-        learn.parts.tables = learn.parts.callbacks.tables
+        learn.parts.callbacks.tables = learn.parts.callbacks.plain_tables
         self._sums['loop'] += perf_counter() - self._last_time
         self.n += 1
         self._collect()
@@ -128,7 +131,7 @@ class Timings:
         for known in tables:
             if isinstance(known, TimedTable) and known.timings is self:
                 return known
-        timed = TimedTable(learn.parts.tables[True], self)
+        timed = TimedTable(learn.parts.callbacks.tables[True], self)
         tables[:] = [*(t for t in tables if not isinstance(t, TimedTable)), timed]
         return timed
 

@@ -121,6 +121,9 @@ class OptimWrapper(torch.optim.Optimizer):
         self.seen: set[nn.Parameter] | None = None
         # parameters that require gradients and are in no optimizer, at the last comparison
         self.left_out: set[nn.Parameter] = set()
+        # (requested `lr`, resulting rates) if the optimizer uses rates other than the Learner's `lr`
+        self.own_lrs: tuple[Any, Any] = (None, None)
+        self.last_lrs: list[float] = []  # rates when they were last set, or a fit ended
         self.is_training = False  # between `train()` and `eval()`
         optimizers = self.optimizers.values()
         # optimizers with separate weights for training and evaluation

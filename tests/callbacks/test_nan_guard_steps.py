@@ -32,12 +32,12 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
 
 def spoil_loss(cb: Any) -> None:
     "Make the loss of SAM's second pass not finite."
-    if cb.learn.parts.closure.repeating and cb.iter == 3:
+    if cb.learn.run.repeating and cb.iter == 3:
         cb.learn.loss_grad = cb.learn.loss_grad * math.nan
 
 
 def spoil_gradient(cb: Any) -> None:
-    if cb.learn.parts.closure.repeating and cb.iter == 3:
+    if cb.learn.run.repeating and cb.iter == 3:
         cb.learn.model.weight.grad[0, 0] = math.nan
 
 
@@ -57,7 +57,7 @@ def test_nothing_of_sams_second_pass_reaches_the_weights(
 
 def test_a_line_search_may_probe() -> None:
     def spoil(cb: Any) -> None:
-        if cb.learn.parts.closure.repeating and cb.iter == 3:
+        if cb.learn.run.repeating and cb.iter == 3:
             cb.learn.loss_grad = cb.learn.loss_grad * math.inf
 
     guard = GuardNonFinite('raise', grads=True)

@@ -181,7 +181,7 @@ def test_a_change_of_the_model_or_a_callback_takes_effect() -> None:
     cb.after_pred = noop  # type: ignore[attr-defined]
     nn.init.zeros_(learn.model[3].weight)
     nn.init.zeros_(learn.model[3].bias)
-    batch = learn.parts.replay_source._trained.batch
+    batch = learn.run.replay_source._trained.batch
     loss = learn.replay()
     assert loss is not None and loss.item() == pytest.approx(batch[1].square().mean().item())
 
@@ -223,7 +223,7 @@ def test_the_next_fit_and_close_let_go() -> None:
         bad = fail_at('after_loss', 0, 2)
         with pytest.raises(Boom):
             learn.fit(1, cbs=bad)
-        batch = weakref.ref(learn.parts.replay_source._trained.batch[0])
+        batch = weakref.ref(learn.run.replay_source._trained.batch[0])
         bad.run = False
         let_go(learn)
         gc.collect()

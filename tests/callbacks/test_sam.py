@@ -139,7 +139,7 @@ def test_whatever_ends_the_second_pass_the_weights_are_back(
     start = [p.detach().clone() for p in model.parameters()]
 
     def fail(cb: Any) -> None:
-        if cb.learn.parts.closure.repeating:
+        if cb.learn.run.repeating:
             raise error
 
     learn = learner(model, SAM, train=batches(1))
@@ -149,7 +149,7 @@ def test_whatever_ends_the_second_pass_the_weights_are_back(
         with pytest.raises(error):
             learn.fit(1, cbs=Callback(**{where: fail}))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
-    assert not learn.parts.closure.repeating and learn.sam._weights == []
+    assert not learn.run.repeating and learn.sam._weights == []
     learn.fit(1)
     assert learn.opt.n_steps == 1 and not equal(model, net())
 

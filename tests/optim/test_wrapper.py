@@ -425,7 +425,7 @@ def test_a_training_metric_of_a_closure_step_is_that_before_it_and_counts_once(
 
 def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
     def fail(cb: Any) -> None:
-        if cb.learn.parts.closure.repeating:
+        if cb.learn.run.repeating:
             raise ZeroDivisionError
 
     learn = learner(model := net(), opt_func=torch.optim.LBFGS, lr=0.5)
@@ -433,7 +433,7 @@ def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
     learn.fit(1)  # it has a history of directions now
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=Callback(before_pred=fail))
-    assert not learn.parts.closure.repeating and not learn.opt.state
+    assert not learn.run.repeating and not learn.opt.state
     model.load_state_dict(start)
     learn.fit(2)
     assert same(weights(model), lbfgs_by_hand(net(), []))
