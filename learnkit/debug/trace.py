@@ -83,13 +83,14 @@ class Trace(list[Change]):
 
 def explain(learn: Learner, *, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
+    callbacks = learn.parts.callbacks
     name = canonical_event(event_name, where='explain')
-    evaluation, training = (table[name] for table in learn.parts.callbacks.tables)
+    evaluation, training = (table[name] for table in callbacks.tables)
     entries = {id(entry[2]): entry for entry in [*evaluation, *training]}
     in_training = {id(entry[2]) for entry in training}
     in_evaluation = {id(entry[2]) for entry in evaluation}
     handlers = Handlers()
-    for cb in learn.parts.callbacks.list_ordered():
+    for cb in callbacks.list_ordered():
         key = id(cb)
         if key not in entries:
             continue

@@ -293,10 +293,11 @@ class CallbackHost:
 
     @cbs.setter
     def cbs(self, cbs: Any) -> None:
+        callbacks = self.parts.callbacks
         new = [as_callback(cb) for cb in as_list(cbs)]
         removed = [cb for cb in self.cbs if not contains_object(new, cb)]
-        added = [cb for cb in new if cb not in self.parts.callbacks]
-        self.parts.callbacks.check_new(added, removed)
+        added = [cb for cb in new if cb not in callbacks]
+        callbacks.check_new(added, removed)
         self.remove_cbs(removed)
         self.add_cbs(added)
 
@@ -315,16 +316,17 @@ class CallbackHost:
         >>> learn.remove_cbs([EMA, GradientClip]).cbs
         []
         """
+        callbacks = self.parts.callbacks
         new = [as_callback(cb) for cb in as_list(cbs)]
         if not new:
             return self
-        outdated = [[old for old in self.parts.callbacks if _is_redefined(old, cb)] for cb in new]
+        outdated = [[old for old in callbacks if _is_redefined(old, cb)] for cb in new]
         for i, cb in enumerate(new):
-            if cb in self.parts.callbacks or contains_object(new[:i], cb):
+            if cb in callbacks or contains_object(new[:i], cb):
                 raise CallbackError(f'{cb!r} is already part of this Learner.')
-        self.parts.callbacks.check_new(new, [old for olds in outdated for old in olds])
+        callbacks.check_new(new, [old for olds in outdated for old in olds])
         for cb, olds in zip(new, outdated, strict=True):
-            places = [i for i, o in enumerate(self.parts.callbacks) if contains_object(olds, o)]
+            places = [i for i, o in enumerate(callbacks) if contains_object(olds, o)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
         return self
@@ -358,17 +360,18 @@ class CallbackHost:
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
+        callbacks = self.parts.callbacks
         complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
             cb.learn.remove_cb(cb)
         cb.learn = cast('Learner', self)
-        self.parts.callbacks.insert(cb, at, switch)
+        callbacks.insert(cb, at, switch)
         if not self._has_own_attribute(cb.name):
             setattr(self, cb.name, cb)
         self._open_for_use()
-        self.parts.callbacks.notify('on_added', to=cb)
+        callbacks.notify('on_added', to=cb)
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
@@ -387,16 +390,17 @@ class CallbackHost:
         >>> synth_learner().remove_cb(ProgressCallback).cbs
         [TrainEvalCallback, Recorder]
         """
+        callbacks = self.parts.callbacks
         if isinstance(cb, type):
             return self.remove_cbs(self._select_cbs([cb]))
         if isinstance(cb, str):
             raise CallbackError(f'{cb!r} is a string: give a callback or its class.')
-        if cb not in self.parts.callbacks:
+        if cb not in callbacks:
             return self
         try:
             if self.run.is_active:
                 # the callback is not part of the Learner when the run ends
-                self.parts.callbacks.call_one(cb, 'cleanup')
+                callbacks.call_one(cb, 'cleanup')
         finally:
             self._detach_cb(cb)
         return self
@@ -417,13 +421,14 @@ class CallbackHost:
         return found
 
     def _detach_cb(self, cb: Any) -> None:
-        self.parts.callbacks.notify('on_removed', to=cb)
-        self.parts.callbacks.discard(cb)
+        callbacks = self.parts.callbacks
+        callbacks.notify('on_removed', to=cb)
+        callbacks.discard(cb)
         cb.learn = None
         name = str(cb.name)
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
-            for other in self.parts.callbacks:
+            for other in callbacks:
                 if other.name == name:
                     setattr(self, name, other)  # the removed callback has hidden it
 
@@ -450,11 +455,12 @@ class CallbackHost:
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
+        callbacks = self.parts.callbacks
         selected = self._select_cbs(as_list(cbs))
-        switches = self.parts.callbacks.switches
+        switches = callbacks.switches
         removed = [
             (i, cb, switches[id(cb)])
-            for i, cb in enumerate(self.parts.callbacks)
+            for i, cb in enumerate(callbacks)
             if contains_object(selected, cb)
         ]
         for _, cb, _ in removed:
@@ -463,7 +469,7 @@ class CallbackHost:
             yield self
         finally:
             for i, cb, switch in removed:
-                self._insert_cb(cb, min(i, len(self.parts.callbacks)), switch)
+                self._insert_cb(cb, min(i, len(callbacks)), switch)
 
     def _grab_cbs(self, cb_cls: type) -> L:
         "Return the callbacks of a class, as fastai's method does."

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 CLEANUP = 'cleanup'  # kind of a run that ends
 
 
-_hidden: Any = partial(field, repr=False, compare=False)
-
-
 @dataclass
 class Run:
     """State of the current run: `learn.run`.
@@ -59,10 +56,14 @@ class Run:
     stopping: bool = False  # the fit ends after the current batch or epoch
     repeating: bool = False  # a step evaluates the batch again, which callbacks do not record
     has_lost_weights: bool = False  # shards of the model went with a rank that failed
-    resuming: Any = _hidden(default=None)  # `ResumeState` that is not restored yet
-    batch_device: torch.device | None = _hidden(default=None)  # of the last loader's batches
-    replay_source: Any = _hidden(default=None)  # callback that keeps the batch for `replay`
-    lock: Any = _hidden(default_factory=RLock)  # one run at a time
+    # `ResumeState` of a checkpoint that is not restored yet
+    resuming: Any = field(default=None, repr=False, compare=False)
+    # device of the last loader's batches
+    batch_device: torch.device | None = field(default=None, repr=False, compare=False)
+    # callback that keeps the batch for `replay`
+    replay_source: Any = field(default=None, repr=False, compare=False)
+    # one run at a time
+    lock: Any = field(default_factory=RLock, repr=False, compare=False)
     # called at the end of the outermost run, also if its cleanup was aborted
     releases: list[Callable[[], object]] = field(default_factory=list)
 
@@ -99,6 +100,7 @@ def open_run(
     kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
+    callbacks = learn.parts.callbacks
     run = learn.run
     counters = learn.parts.counters
     if kind not in ('', 'fit') and not run.depth:  # `fit` has checked it
@@ -121,7 +123,7 @@ def open_run(
                 counters.fit_began = began
             if run.depth == 1:
                 convention = learn.seams.take_free(HOLDER, **whole_batch_seams(learn))
-                learn.parts.callbacks.refresh(classes=True)
+                callbacks.refresh(classes=True)
                 learn._open_for_use()
             try:
                 yield
@@ -132,7 +134,7 @@ def open_run(
             if run.depth == 1:
                 learn.parts.processes.end_run(learn, error)
             else:
-                learn.parts.callbacks.notify('on_run_failed')
+                callbacks.notify('on_run_failed')
             if error is not e:
                 raise error from e
             raise
@@ -141,8 +143,8 @@ def open_run(
                 learn.parts.processes.end_run(learn, None)
         finally:
             run.levels, run.kind, learn.fitting, run.depth = outer
-            learn.parts.callbacks.release(held)
-            learn.parts.callbacks.hold(released)
+            callbacks.release(held)
+            callbacks.hold(released)
             learn.seams.give_back(convention)
             if kind == 'fit':
                 counters.seconds = learn.finished('sec')
@@ -227,12 +229,13 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
     A second Ctrl-C is raised at once. Except in `after_error`, callbacks that were switched off are
     called too, because they may have changes to undo.
     """
+    callbacks = learn.parts.callbacks
     raised: list[BaseException] = []
-    for handler, switch, cb in learn.parts.callbacks.tables[learn.training][event_name]:
-        has_left = cb not in learn.parts.callbacks
+    for handler, switch, cb in callbacks.tables[learn.training][event_name]:
+        has_left = cb not in callbacks
         if not switch and (event_name == 'after_error' or has_left):
             continue
-        learn.parts.callbacks.running = cb, event_name, learn.parts.callbacks.running
+        callbacks.running = cb, event_name, callbacks.running
         try:
             with allow_interrupts():
                 handler()
@@ -246,7 +249,7 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
                 e = stray
             raised.append(e)
         finally:
-            learn.parts.callbacks.running = learn.parts.callbacks.running[2]
+            callbacks.running = callbacks.running[2]
     return raised
 
 
@@ -273,18 +276,20 @@ def hold_others(learn: Learner, kind: str) -> list[Any]:
     handlers started it: the evaluation would call the same handler, which would start another
     evaluation, endlessly.
     """
+    callbacks = learn.parts.callbacks
     excluded = 'evaluation' if kind == 'fit' else 'fit'
-    others = [cb for cb in learn.parts.callbacks if getattr(cb, 'run_in', 'any') == excluded]
+    others = [cb for cb in callbacks if getattr(cb, 'run_in', 'any') == excluded]
     if kind != 'fit':
         others += [cb for cb, _ in list_running(learn)]
-    return learn.parts.callbacks.hold(others) if others else []
+    return callbacks.hold(others) if others else []
 
 
 def release_for_fit(learn: Learner, kind: str) -> list[Any]:
     "Switch on the callbacks with `run_in='fit'` for a fit within `with learn:`, and return them."
-    held = learn.parts.callbacks.held if kind == 'fit' else []
+    callbacks = learn.parts.callbacks
+    held = callbacks.held if kind == 'fit' else []
     waiting = [cb for cb in held if getattr(cb, 'run_in', 'any') == 'fit']
-    learn.parts.callbacks.release(waiting)
+    callbacks.release(waiting)
     return waiting
 
 

@@ -271,6 +271,7 @@ def _restore_cbs(learn: Learner, cbs: list[Any]) -> None:
 
 
 def _refresh(learn: Learner, cbs: list[Any]) -> None:
+    callbacks = learn.parts.callbacks
     for cb in cbs:
-        learn.parts.callbacks.changed(cb, 'run')
-    learn.parts.callbacks.refresh()
+        callbacks.changed(cb, 'run')
+    callbacks.refresh()

@@ -105,10 +105,11 @@ class Timings:
 
     def begin_step(self, learn: Learner) -> None:
         "Replace the loop's handler tables by tables that read the clock, from one draw to the next."
-        if learn.parts.callbacks.tables is not learn.parts.callbacks.plain_tables:
+        callbacks = learn.parts.callbacks
+        if callbacks.tables is not callbacks.plain_tables:
             return  # `learn.trace()` has replaced them
-        learn.parts.callbacks.tables = (
-            learn.parts.callbacks.tables[False],
+        callbacks.tables = (
+            callbacks.tables[False],
             self._get_timed_table(learn),
         )
         self.device = learn.run.batch_device
@@ -118,20 +119,22 @@ class Timings:
 
     def end_step(self, learn: Learner) -> None:
         "Restore the loop's handler tables if a step is being measured."
-        if not isinstance(learn.parts.callbacks.tables[True], TimedTable):
+        callbacks = learn.parts.callbacks
+        if not isinstance(callbacks.tables[True], TimedTable):
             return
-        learn.parts.callbacks.tables = learn.parts.callbacks.plain_tables
+        callbacks.tables = callbacks.plain_tables
         self._sums['loop'] += perf_counter() - self._last_time
         self.n += 1
         self._collect()
 
     def _get_timed_table(self, learn: Learner) -> TimedTable:
         "Return the timed handlers of this fit, created once: `refresh` clears the table when callbacks change."
-        tables = learn.parts.callbacks.more_tables
+        callbacks = learn.parts.callbacks
+        tables = callbacks.more_tables
         for known in tables:
             if isinstance(known, TimedTable) and known.timings is self:
                 return known
-        timed = TimedTable(learn.parts.callbacks.tables[True], self)
+        timed = TimedTable(callbacks.tables[True], self)
         tables[:] = [*(t for t in tables if not isinstance(t, TimedTable)), timed]
         return timed
 
