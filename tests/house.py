@@ -111,7 +111,7 @@ BUDGETS = {
 }
 
 # functions that ask a callback for an attribute by its name
-ASKING = {'declared', 'getattr', 'hasattr', 'notify'}
+ASKING = {'declared', 'getattr', 'hasattr', 'notify', 'trait_of'}
 CALLBACKS = {'cb', 'callback', 'type(cb)', 'type(callback)'}  # what `getattr` is called with
 CONSTANTS = {
     'CONTEXTS',
@@ -253,7 +253,10 @@ def names_of_class(tree: ast.Module, name: str) -> Iterator[str]:
 
 def count_fields_of_parts(package: Path) -> int:
     tree = ast.parse((package / 'engine' / 'parts.py').read_text('utf-8'))
-    return sum(not name.startswith('_') for name in names_of_class(tree, 'Parts'))
+    classes = (
+        one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and one.name == 'Parts'
+    )
+    return sum(isinstance(node, ast.AnnAssign) for cls in classes for node in cls.body)
 
 
 def count_reaches(package: Path) -> Counter[str]:

@@ -59,7 +59,7 @@ class EMA(Callback):
     0.9993070929904525
     """
 
-    remove_on_find = follows_weights = True
+    remove_on_find = True
 
     def __init__(
         self,

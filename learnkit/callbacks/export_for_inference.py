@@ -86,7 +86,7 @@ class ExportForInference(Callback):
     remove_on_find = True
     remove_on_fetch = True
     run_in = 'fit'
-    needs_whole_weights = True
+    needs_whole = 'weights'
     files: list[Path]
 
     def __init__(

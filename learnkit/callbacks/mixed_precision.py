@@ -102,9 +102,9 @@ class MixedPrecision(Callback):
         self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
     @property
-    def needs_whole_layers(self) -> bool:
-        "True if gradients are scaled: torch's scaler does not compare the parts of a layer."
-        return self.scales
+    def needs_whole(self) -> str:
+        "'layers' if gradients are scaled: torch's scaler does not compare the parts of a layer."
+        return 'layers' if self.scales else ''
 
     @property
     def scales(self) -> bool:

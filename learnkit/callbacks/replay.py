@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError, list_places
@@ -161,7 +162,7 @@ def with_callbacks(learn: Learner, source: Replay) -> Iterator[None]:
     def takes_part(cb: Any) -> bool:
         if cb is source or isinstance(cb, ProgressCallback):
             return False
-        if not trait_of(cb, 'remove_on_find') or trait_of(cb, 'follows_weights'):
+        if not trait_of(cb, 'remove_on_find') or isinstance(cb, EMA):
             return True
         return any(p.startswith(f'{type(cb).__name__}.') for p in source._error_places)
 

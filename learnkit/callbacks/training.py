@@ -186,7 +186,7 @@ class ChannelsLast(Callback):
     """
 
     order = -1  # before anything that keeps copies of the weights
-    needs_whole_weights = True
+    needs_whole = 'weights'
 
     def __init__(self) -> None:
         self._converted: list[nn.Parameter] = []

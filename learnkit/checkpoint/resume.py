@@ -116,7 +116,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
                     f'resume={resume!r}: {folder.absolute()} has no checkpoint, and no callback writes one. The fit '
                     'starts from the beginning: add `Checkpoint()` to the callbacks.'
                 )
-            learn.parts.callbacks.notify('start_over')
+            learn.run.starts_over = not learn.parts.counters.batches
             return None
         path, state, info = found
         state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))

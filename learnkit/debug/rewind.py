@@ -19,6 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from learnkit.callbacks.save_model import SaveModelCallback
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import DEFERRED, Entry, entries, has_own_files
 from learnkit.checkpoint.resume import find_checkpoint
@@ -300,9 +301,8 @@ def _collect_outside(learn: Learner, saved: Mapping[str, Any]) -> dict[str, Any]
     outside = {}
     states = learn.callback_states()
     for cb, key in _list_silent(learn):
-        state_without_files = trait_of(cb, 'state_without_files')
-        if state_without_files is not None:
-            outside[key] = state_without_files()
+        if isinstance(cb, SaveModelCallback):
+            outside[key] = cb.state_without_files()
         elif key in states:
             outside[key] = saved.get(key, states[key])
     return outside

@@ -249,13 +249,13 @@ def check_can_train_sharded(learn: Learner) -> None:
             f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
             "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
         )
-    unsupported = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole_weights')]
+    unsupported = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole') == 'weights']
     if unsupported:
         raise DistributedError(
             f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
             "part of them. Leave it out, or use strategy 'ddp'."
         )
-    divided = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole_layers')]
+    divided = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole') == 'layers']
     if divided and learn.world.copies > 1:
         raise DistributedError(
             f'{divided[0]} needs whole layers, and with tensor= each process has a part of some. Leave it out, and '

@@ -55,6 +55,8 @@ class Run:
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
     repeating: bool = False  # a step evaluates the batch again, which callbacks do not record
+    # a fit with `resume=` has found no checkpoint of the run that wrote its files
+    starts_over: bool = False
     has_lost_weights: bool = False  # shards of the model went with a rank that failed
     # `ResumeState` of a checkpoint that is not restored yet
     resuming: Any = field(default=None, repr=False, compare=False)
@@ -187,7 +189,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     learn.run.resuming = None
     learn.resumed = False
     learn.error = None
-    run.stopping = False
+    run.stopping = run.starts_over = False
     for cb in learn.parts.callbacks:
         if not cb.run:
             cb.run = True

@@ -36,11 +36,9 @@ _TABLE = """
 * runs_first | () | handler tables | names of events in which it runs before all other callbacks
 * runs_last | () | handler tables | names of events in which it runs after all other callbacks
 * first_process_only | False | handler tables | its handlers run in rank 0 only
-  needs_whole_weights | False | strategy 'fsdp' | it reads whole parameters, and is refused
-  needs_whole_layers | False | strategy 'fsdp' | it reads whole layers; a warning says that they are sharded
+  needs_whole | '' | strategy 'fsdp' | 'weights' or 'layers': it reads them whole, and is refused if they are divided
 * remove_on_find | False | `lr_find`, `find_batch_size`, `replay` | it is removed during `lr_find`
 * remove_on_fetch | False | `FetchPredsCallback` | it is removed while `FetchPredsCallback` predicts
-  follows_weights | False | `replay` | it takes part in `replay`, although `lr_find` removes it
   writes_files | False | `rewind`, `check_resume`, mirrors | it writes files, and is left out where training is repeated
   needed_to_rewind | True | `rewind` | a rewound run must have it
   logs_to_service | False | mirrors | a service keeps what it writes
@@ -51,9 +49,7 @@ _TABLE = """
   on_weights_restored() | None | strategy 'fsdp' | called when the model's weights were lost with a failed rank
 * nondeterministic_state | () | comparisons of runs | entries of its state that measure time
 * machine_dependent | False | comparisons of runs | its columns of the history differ from machine to machine
-  state_without_files() | None | `rewind` | its state for a branch of a run, which has other files
   saved_of_model() | None | the rehearsal | names of the model's attributes that its state holds
-  start_over() | None | a resume | called if no checkpoint was found
 """
 
 

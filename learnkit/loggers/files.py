@@ -50,7 +50,6 @@ class _FileLogger(Logger):
             raise OptionError(f'{fname!r}: {type(self).__name__} writes files that end in {ends}.')
         self.fname = fname
         self.append = append
-        self._starts_over = False
 
     @override
     def where(self) -> Path:
@@ -80,11 +79,10 @@ class _FileLogger(Logger):
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._is_new_log and not self.append:
             path.unlink(missing_ok=True)
-        elif self._starts_over and path.exists():
+        elif self._is_new_log and self.learn.run.starts_over and path.exists():
             before = path.with_name(f'{path.stem}-before{path.suffix}')
             path.replace(before)
             warn_user(f'{path} was of a run that no checkpoint continues: it is now {before.name}.')
-        self._starts_over = False
         text = _read_lines(path) if path.exists() else ''
         rows = self.parse(path, text)
         kept = rows if keep is None else self._take_until(rows, keep)
@@ -112,10 +110,6 @@ class _FileLogger(Logger):
             return
         with atomic_write(path) as tmp:
             shutil.copyfile(stored, tmp)
-
-    def start_over(self) -> None:
-        "Set an existing file aside: a fit with `resume=True` has found no checkpoint of the run that wrote it."
-        self._starts_over = self._is_new_log and not self.learn.parts.counters.batches
 
     def _take_until(self, rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
         "Return the rows up to a step, and the configuration after this step if the fit does not log it again."

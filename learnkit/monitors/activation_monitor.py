@@ -45,7 +45,7 @@ class ActivationMonitor(HookCallback):
     """
 
     order = 100
-    needs_whole_layers = True
+    needs_whole = 'layers'
     observer = True
     run_valid = False
     remove_on_find = True

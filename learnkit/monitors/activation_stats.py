@@ -48,7 +48,7 @@ class ActivationStats(HookCallback):
     """
 
     order = -20
-    needs_whole_layers = True
+    needs_whole = 'layers'
     run_in = 'fit'
     remove_on_find = True
 
