@@ -102,7 +102,7 @@ class Replicas(Parallelism):
             self._layout = layout
             self._params = params
             self._has_averaged = False
-        learn.seams.wrapper = self.wrapped
+        learn.seams.wrap_model(self.wrapped)
 
     def _wrap(self, model: nn.Module) -> None:
         device = next(model.parameters()).device

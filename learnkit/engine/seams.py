@@ -22,9 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from learnkit.core.errors import FitError
 from learnkit.engine.loss import call_model, compute_batch_loss
 from learnkit.engine.positions import Source
+from learnkit.engine.whole_batch import HOLDER
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -49,7 +52,9 @@ class Seams:
         self.batch: Callable[[Any], None] | None = None  # None: `_do_pred_loss`, `_do_grad_opt`
         self.step: Callable[[Any], None] | None = None  # None: `opt.step()`
         self.holders: dict[str, str] = {}  # seam to the feature that holds it
-        self.wrapper: Any = None  # module that is called in training in place of the model
+        self.wrapper: nn.Module | None = (
+            None  # module that is called in training in place of the model
+        )
         self.features: list[Any] = []  # further features; the first are the parts of the engine
 
     def take(
@@ -75,6 +80,18 @@ class Seams:
     def take_free(self, holder: str, **functions: Any) -> dict[str, Any]:
         "Put functions at the seams that no feature holds, and return the functions that were there."
         return self.take(holder, **{n: f for n, f in functions.items() if n not in self.holders})
+
+    def wrap_model(self, wrapper: nn.Module) -> None:
+        """Call a module in training in place of the model.
+
+        Raises `FitError` if a feature that calls the model itself holds the seam `model`.
+        """
+        holder = self.holders.get('model', HOLDER)
+        if holder != HOLDER:
+            raise FitError(
+                f'{holder} and {type(wrapper).__name__} both take the seam `model` of the loop: leave one out.'
+            )
+        self.wrapper = wrapper
 
     def give_back(
         self,

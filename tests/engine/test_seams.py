@@ -163,3 +163,23 @@ def test_a_loop_without_default_callbacks_trains() -> None:
         learn.model.weight.detach(), train_by_hand(BATCHES * 2), rtol=0, atol=0
     )
     assert (learn.train_iter, learn.time.ba, learn.time.ep) == (6, 6, 2)
+
+
+def test_a_wrapper_is_called_in_training_and_refuses_another_call_of_the_model() -> None:
+    learn = make_learner()
+    doubled = nn.Sequential(learn.model, Doubled())
+    learn.seams.wrap_model(doubled)
+    torch.testing.assert_close(fit(learn), train_by_hand(scale_pred=2.0))
+    assert learn.validate(dl=BATCHES)[0] == pytest.approx(
+        sum(F.mse_loss(learn.model(x), y).item() for x, y in BATCHES) / len(BATCHES)
+    )
+    with (
+        learn.seams.taken('Mine', model=double_pred),
+        pytest.raises(FitError, match=r'Mine and Sequential both take the seam `model`'),
+    ):
+        learn.seams.wrap_model(doubled)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
