@@ -292,9 +292,9 @@ class ClosureStep:
         def evaluate() -> Tensor:
             learn.opt.zero_grad(only=learn.turn)
             self.repeat(learn)
-            return learn.parts.processes.batch_loss(learn)
+            return learn.parts.processes.batch.mean_loss(learn)
 
-        closure = Closure(evaluate, lambda: learn.parts.processes.batch_loss(learn))
+        closure = Closure(evaluate, lambda: learn.parts.processes.batch.mean_loss(learn))
         before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
         try:
             learn.opt.step(closure, only=learn.turn)
