@@ -26,7 +26,7 @@ from learnkit.distributed.compare import check_alike, check_bare, compute_totals
 from learnkit.distributed.ddp import Parallelism, Replicas, average
 from learnkit.distributed.global_batch import GlobalBatch
 from learnkit.distributed.processes import ManyProcesses, share_generators
-from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
+from learnkit.distributed.shards import check_lengths, list_samplers, make_rank_seed, shard_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.processes import OneProcess
 from learnkit.engine.run import clear_pass
@@ -186,7 +186,7 @@ class DistributedTraining(Callback):
         with preserved_rng():
             seed = world.broadcast(draw_seed())
         if world.data_rank:
-            seed_all((seed + 0x9E3779B97F4A7C15 * world.data_rank) % 2**63)
+            seed_all(make_rank_seed(seed, world.data_rank))
 
     def on_removed(self) -> None:
         learn = self.learn
