@@ -156,7 +156,7 @@ class GradientAccumulation(Callback):
             return True
         if self._is_counted:
             return self._is_due(total.n_samples, total.n_batches)
-        n = self.learn.parts.processes.count_samples(self.learn)
+        n = self.learn.parts.processes.batch.count_samples(self.learn)
         return self._is_due(total.n_samples + n, total.n_batches + 1)
 
     def samples_per_step(self, bs: int) -> int:
@@ -172,8 +172,8 @@ class GradientAccumulation(Callback):
 
     def _measure(self) -> tuple[int, Any]:
         "Return number of samples and weight of the batch; the weight is None for a 'sum' loss."
-        strategy = self.learn.parts.processes
-        return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
+        batch = self.learn.parts.processes.batch
+        return batch.count_samples(self.learn), batch.total_weight(self.learn)
 
     def _count_batch(self, total: StepSum) -> None:
         self._is_counted = True

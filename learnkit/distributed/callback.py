@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.comm.dtensor import count_parts, local_shard
-from learnkit.comm.ranks import SINGLE_RANK, join_ranks
+from learnkit.comm.ranks import SINGLE_RANK, Comm, join_ranks
 from learnkit.core.batch import batch_counter
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.random import draw_seed, preserved_rng, seed_all
@@ -25,11 +24,10 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.compare import check_alike, check_bare, compute_totals, describe_loaders
 from learnkit.distributed.ddp import Parallelism, Replicas, average
-from learnkit.distributed.failures import Failures
+from learnkit.distributed.global_batch import GlobalBatch
 from learnkit.distributed.processes import ManyProcesses, share_generators
-from learnkit.distributed.shards import check_lengths, list_samplers, shard_loaders
+from learnkit.distributed.shards import check_lengths, list_samplers, make_rank_seed, shard_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.processes import OneProcess
 from learnkit.engine.run import clear_pass
 
@@ -40,16 +38,6 @@ T = TypeVar('T')
 
 STRATEGIES = ('ddp', 'fsdp')
 BATCH_SIZES = ('process', 'global')
-
-
-@dataclass(slots=True)
-class BatchShare:
-    "This rank's share of the current training batch."
-
-    share: tuple[int, int] | None = None  # samples of this rank, samples of all; None: unknown
-    local: bool = True  # gradients may not be averaged yet
-    # this rank's weight, and f() -> weight of all ranks, if the loss does not average over samples
-    weights: tuple[Tensor, Callable[[], Tensor]] | None = None
 
 
 class DistributedTraining(Callback):
@@ -84,7 +72,8 @@ class DistributedTraining(Callback):
     needs_events = False
     needed_to_rewind = False
     remove_on_find = False
-    failures: Failures  # failures of all ranks
+    processes: ManyProcesses  # operations of the ranks, from joining to leaving
+    gradient_mean: GradientMean  # added with this callback
 
     def __init__(
         self,
@@ -113,13 +102,9 @@ class DistributedTraining(Callback):
         self.strategy_options = sorted(options)
         self.agree_every = agree_every
         self.parallelism = make_parallelism(strategy, options)
-        self._mean = GradientMean()
         self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
-        self.batch = BatchShare()
-        self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
         self._interval = 1  # batches between agreements
-        self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
 
     @override
     def runs_at(self, event_name: str, training: bool | None) -> bool:
@@ -139,32 +124,36 @@ class DistributedTraining(Callback):
         if world.size == 1:
             return world.leave()
         self._saved_attributes = {'dls': learn.dls, 'logger': learn.logger}
-        self.failures = Failures(world)
         learn.world = world
-        learn.parts.processes = ManyProcesses(self)
+        self.processes = learn.parts.processes = ManyProcesses(
+            learn, self.parallelism, not self.sharded_already, self.batch_size
+        )
+        self.gradient_mean = GradientMean(self.processes.batch, self.parallelism)
         try:
-            # synchronize first: a rank that fails must not leave while another one still joins
-            world.run_on_all(lambda: check_bare(learn.model))
-            self.parallelism.check_size(world.size)
-            world.copies = self.parallelism.tensor
-            check_alike(learn, world, self._collect_shared_options())
-            self._share_loaders()
-            self._dls = learn.dls
-            # depends only on the model, so that the same run stops at the same batch
-            is_small = sum(p.numel() for p in learn.model.parameters()) < 10**7
-            self._interval = self.agree_every or (8 if is_small else 1)
-            if not world.is_first:
-                learn.logger = noop
-            self._seed()
-            self.parallelism.enter(learn)
-            share_generators(world)  # the first rank may have drawn initial weights
-            learn.add_cb(self._mean)
-        except BaseException as e:
-            error = self.fail(e)
+            with self.processes.failing_together():
+                self._join(learn, world)
+        except BaseException:
             learn.remove_cb(self)
-            if error is e:
-                raise
-            raise error from e
+            raise
+
+    def _join(self, learn: Learner, world: Comm) -> None:
+        "Compare the ranks, and give each its shard of the data and of the model."
+        # synchronize first: a rank that fails must not leave while another one still joins
+        world.run_on_all(lambda: check_bare(learn.model))
+        self.parallelism.check_size(world.size)
+        world.copies = self.parallelism.tensor
+        check_alike(learn, world, self._collect_shared_options())
+        self._share_loaders()
+        self._dls = learn.dls
+        # depends only on the model, so that the same run stops at the same batch
+        is_small = sum(p.numel() for p in learn.model.parameters()) < 10**7
+        self._interval = self.agree_every or (8 if is_small else 1)
+        if not world.is_first:
+            learn.logger = noop
+        self._seed()
+        self.parallelism.enter(learn)
+        share_generators(world)  # the first rank may have drawn initial weights
+        learn.add_cb(self.gradient_mean)
 
     def _collect_shared_options(self) -> dict[str, str]:
         "Return the options and lengths that must be equal on all ranks, in addition to the model."
@@ -197,7 +186,7 @@ class DistributedTraining(Callback):
         with preserved_rng():
             seed = world.broadcast(draw_seed())
         if world.data_rank:
-            seed_all((seed + 0x9E3779B97F4A7C15 * world.data_rank) % 2**63)
+            seed_all(make_rank_seed(seed, world.data_rank))
 
     def on_removed(self) -> None:
         learn = self.learn
@@ -209,33 +198,14 @@ class DistributedTraining(Callback):
         try:
             self.parallelism.leave(learn)
         finally:
-            learn.remove_cb(self._mean)
-            self.failures.leave()
-            del self.failures
+            learn.remove_cb(self.gradient_mean)
+            self.processes.failures.leave()
+            del self.processes, self.gradient_mean
             for name, value in saved.items():
                 setattr(learn, name, value)
             learn.world = SINGLE_RANK
             learn.parts.processes = OneProcess()
             world.leave()
-
-    def fail(
-        self,
-        e: BaseException,  # error that has ended a run of this rank
-    ) -> BaseException:
-        """Report an error to the other ranks, and close the connections on which they wait for this rank.
-
-        Returns the error to raise: `e`, or a `DistributedError` with the rank that has failed first.
-        """
-        failures = self.failures
-        world = self.learn.world
-        self.batch = BatchShare()
-        error = failures.report(e, self.learn)
-        if isinstance(e, SystemExit):
-            return e
-        self.parallelism.release(self.learn)
-        world.leave()
-        failures.linger()
-        return error
 
     # -- the fit -----------------------------------------------------------------------------------
 
@@ -253,9 +223,6 @@ class DistributedTraining(Callback):
 
     def before_train(self) -> None:
         self.parallelism.prepare(self.learn)
-        own = set(self.learn.model.parameters())
-        self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
-        self.batch.local = True  # a resumed epoch may have restored gradients of this rank
         self._share_order()
 
     def before_validate(self) -> None:
@@ -276,40 +243,17 @@ class DistributedTraining(Callback):
     # -- each batch --------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
-        learn = self.learn
-        share = getattr(learn.dl, 'share', None)
-        loader_share = share(learn.iter) if share is not None else None
-        if not learn.training:
-            self._has_evaluation_samples = loader_share is None or loader_share[0] > 0
-            return
-        batch = self.batch
-        batch.share = loader_share if share is not None else self._count_share()
-        batch.weights = None
-
-    @property
-    def has_local_samples(self) -> bool:
-        "True if the current batch has samples of this rank; a filler batch only keeps the ranks in step."
-        if not self.learn.training:
-            return self._has_evaluation_samples
-        return self.batch.share is None or self.batch.share[0] > 0
-
-    def _count_share(self) -> tuple[int, int] | None:
-        "Return the share of a batch of a loader that was not sharded here; torch's sampler shards evenly."
-        n = sample_count(self.learn)
-        is_even = not self.sharded_already
-        total = n * self.world.data_size if is_even else self._sum_over_shards(n)
-        return (n, total) if total else None
+        self.processes.batch.begin(self.learn)
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         "Return a context without gradient synchronization if no step follows this pass."
         learn = self.learn
         if not learn.training:
             return None
-        batch = self.batch
-        if batch.weights is None and has_weights(learn) and not learn.microbatch:
-            self.sum_weights()
+        if not learn.microbatch:
+            self.processes.batch.start_sum(learn)
         averages = not learn.parts.custom_batch.calls_modules and self._will_step()
-        batch.local = not averages
+        self.gradient_mean.are_averaged = averages
         return self.parallelism.begin_pass(learn, averages)
 
     def _will_step(self) -> bool:
@@ -320,48 +264,14 @@ class DistributedTraining(Callback):
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
-        if self.has_local_samples or self.learn.training:
+        if self.learn.training or self.processes.batch.has_local_samples(self.learn):
             return
         clear_pass(self.learn)
         raise CancelBatchException
 
-    def after_cancel_backward(self) -> None:
-        "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
-        if self.learn.training:
-            self.batch.local = True
-
-    after_cancel_batch = after_cancel_backward
-
     def after_batch(self) -> None:
-        learn = self.learn
-        if not learn.training:
-            return
-        share = self.batch.share
-        if share is not None:
-            learn.parts.counters.samples += share[1] - sample_count(learn)
-        if learn.token_func or (learn.xb and isinstance(learn.xb[0], Mapping)):
-            n = token_count(learn)
-            own = n if self.has_local_samples else 0
-            learn.parts.counters.tokens += self._sum_over_shards(own) - n
-
-    def _sum_over_shards(self, n: int) -> int:
-        "Return the sum of a number over the shards of the data."
-        return int(self.world.sum(torch.tensor(n))) // self.world.copies
-
-    def sum_weights(self) -> tuple[Tensor, Callable[[], Tensor]]:
-        "Return this batch's weight, and f() -> the sum over ranks, which starts with the first call."
-        if self.batch.weights is None:
-            learn = self.learn
-            # a filler does not count
-            has_samples = learn.parts.processes.own_samples(learn) > 0
-            weight = (
-                learn.parts.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
-                if has_samples
-                else 0
-            )
-            own = torch.as_tensor(weight, dtype=torch.float64, device=learn.run.batch_device)
-            self.batch.weights = own, learn.world.start_sum(own / learn.world.copies)
-        return self.batch.weights
+        if self.learn.training:
+            self.processes.batch.update_counters(self.learn)
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
@@ -414,38 +324,51 @@ class GradientMean(Callback):
     needed_to_rewind = False
     runs_last = ('before_backward',)
 
+    def __init__(
+        self,
+        batch: GlobalBatch,  # the current batch of all ranks
+        parallelism: Parallelism,  # how gradients are distributed over ranks
+    ) -> None:
+        self.batch = batch
+        self.parallelism = parallelism
+        self.are_averaged = False  # whether the backward pass has averaged the gradients
+        self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
+
+    def before_train(self) -> None:
+        own = set(self.learn.model.parameters())
+        self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
+        self.are_averaged = False  # a resumed epoch may have restored gradients of this rank
+
     def before_batch(self) -> None:
         "Weigh the whole batch before it is split into microbatches."
-        learn = self.learn
-        team = learn.parts.processes.team
-        if team is not None and learn.microbatch and has_weights(learn):
-            team.sum_weights()
+        if self.learn.microbatch:
+            self.batch.start_sum(self.learn)
 
     def before_backward(self) -> None:
-        "Multiply the loss by this rank's share of the batch."
-        factor = self.learn.parts.processes.gradient_share(self.learn)
+        "Multiply the loss by its factor in the mean over ranks."
+        factor = self.batch.loss_factor(self.learn)
         if isinstance(factor, Tensor) or factor != 1:
             self.learn.loss_grad = self.learn.loss_grad * factor
+
+    def after_cancel_backward(self) -> None:
+        "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
+        self.are_averaged = False
+
+    after_cancel_batch = after_cancel_backward
 
     def before_step(self) -> None:
         "Average gradients that the backward pass has not reduced, and gradients of the loss function's parameters."
         learn = self.learn
-        team = learn.parts.processes.team
-        if team is None:
-            return
-        batch = team.batch
-        if batch.local:
-            team.parallelism.average_gradients(learn)
-        batch.local = True  # a custom loop may bypass the wrapper that reduces gradients
-        if team._extra_params:
+        if not self.are_averaged:
+            self.parallelism.average_gradients(learn)
+        self.are_averaged = False  # a custom loop may bypass the wrapper that reduces gradients
+        if self._extra_params:
             stepping = set(learn.step_parameters)
-            average(p for p in team._extra_params if p in stepping)
+            average(p for p in self._extra_params if p in stepping)
 
     def before_validate(self) -> None:
         "Broadcast buffers again, because averaged weights may include buffers."
-        team = self.learn.parts.processes.team
-        if team is not None:
-            team.parallelism.share_buffers(self.learn)
+        self.parallelism.share_buffers(self.learn)
 
 
 def make_parallelism(strategy: str, options: Mapping[str, Any]) -> Parallelism:
@@ -455,9 +378,3 @@ def make_parallelism(strategy: str, options: Mapping[str, Any]) -> Parallelism:
     from learnkit.distributed.fsdp import Sharded
 
     return Sharded(**options)
-
-
-def has_weights(learn: Learner) -> bool:
-    "Return True if batches with as many samples may weigh differently in the mean over ranks."
-    weights = learn.parts.loss_weights
-    return not weights.is_sum(learn) and not weights.are_samples(learn)

@@ -17,6 +17,7 @@ from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.model import bare_model, is_on_meta
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.initialize import list_tensors
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -52,8 +53,7 @@ def list_model_tensors(learn: Learner) -> dict[str, Tensor]:
     loss_func = learn.loss_func
     own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
     return {
-        **dict(model.named_parameters()),
-        **dict(model.named_buffers()),
+        **dict(list_tensors(model)),
         **{f'loss_func.{name}': t for name, t in own.items()},
     }
 

@@ -28,6 +28,16 @@ from learnkit.core.errors import ModelError, WeightsError
 from learnkit.core.random import preserved_rng
 
 
+def list_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module, with their names.
+
+    >>> [name for name, _ in list_tensors(nn.Linear(1, 2))]
+    ['weight', 'bias']
+    """
+    yield from model.named_parameters(recurse=recurse)
+    yield from model.named_buffers(recurse=recurse)
+
+
 def copy_on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters and buffers are on the meta device.
 
@@ -57,7 +67,7 @@ def fill(
     with the first rank's generator.
 
     Raises `ModelError` for a layer that cannot be initialized, and `WeightsError` for tensors that no file has."""
-    targets = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
+    targets = dict(list_tensors(sharded))
     if weights is not None:
         return _read(targets, Path(weights))
     sources = _initialize(model, world) if are_empty[0] else _move(model, world, any(are_empty))
@@ -69,8 +79,8 @@ def fill(
 @torch.no_grad()
 def take_back(model: nn.Module, sharded: nn.Module) -> None:
     "Gather the values of a sharded model in `model`, one at a time, on the ranks where it is not on the meta device."
-    shards = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
-    for name, t in chain(model.named_parameters(), model.named_buffers()):
+    shards = dict(list_tensors(sharded))
+    for name, t in list_tensors(model):
         value = full_tensor(shards[name])
         if not t.is_meta:
             t.data = value.to(t.device)
@@ -87,7 +97,7 @@ def _move(
     is_sent: bool,  # whether the first rank sends its values to the others
 ) -> Iterator[tuple[str, Tensor]]:
     "Yield the tensors of a model, or of the first rank's, and empty each parameter after it was taken."
-    for name, t in chain(model.named_parameters(), model.named_buffers()):
+    for name, t in list_tensors(model):
         value = t.detach()
         if is_sent:
             is_own = world.is_first
@@ -107,7 +117,7 @@ def _initialize(model: nn.Module, world: Comm) -> Iterator[tuple[str, Tensor]]:
         torch.set_rng_state(state)
         # a copy, because tied parameters come apart
         for prefix, layer in copy_on_meta(model).named_modules():
-            if any(True for _ in chain(layer.parameters(False), layer.buffers(False))):
+            if any(True for _ in list_tensors(layer, recurse=False)):
                 yield from _initialize_layer(prefix, layer)
         state = torch.get_rng_state()
     if world.is_first:
@@ -124,10 +134,8 @@ def _initialize_layer(prefix: str, layer: nn.Module) -> Iterator[tuple[str, Tens
     layer.to_empty(device='cpu', recurse=False)
     initialize()
     dot = f'{prefix}.' if prefix else ''
-    for name, t in chain(
-        layer.named_parameters(dot[:-1], False), layer.named_buffers(dot[:-1], False)
-    ):
-        yield name, t.detach()
+    for name, t in list_tensors(layer, recurse=False):
+        yield f'{dot}{name}', t.detach()
     layer.to_empty(device='meta', recurse=False)
 
 

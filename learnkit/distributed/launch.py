@@ -52,10 +52,10 @@ def launch(
     if learn.run.depth or learn.world.size > 1:
         raise DistributedError('launch() inside a run, or in one of several processes.')
     own = [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)]
-    team = own[0] if own and not options else DistributedTraining(**options)
+    training = own[0] if own and not options else DistributedTraining(**options)
     with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        _write_payload(learn, fn, team, folder)
+        _write_payload(learn, fn, training, folder)
         run_processes(folder, nproc)
         result = torch.load(folder / _RESULT, map_location='cpu', weights_only=False)
         learn.load_checkpoint_state(result['learner'])
@@ -65,7 +65,7 @@ def launch(
 # -- payload for the processes ---------------------------------------------------------------------
 
 
-def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: Path) -> None:
+def _write_payload(learn: Learner, fn: Any, training: DistributedTraining, folder: Path) -> None:
     "Write the Learner and the function to a file."
     rng = capture_rng()
     for device, states in rng.get('devices', {}).items():
@@ -73,7 +73,7 @@ def _write_payload(learn: Learner, fn: Any, team: DistributedTraining, folder: P
     payload = {
         'learn': learn,
         'fn': fn,
-        'team': team,
+        'training': training,
         'rng': rng,
         # pickling loses the identity by which learning rates set by the optimizer are recognized
         'own_lrs': learn.opt is not None and learn.opt.own_lrs[0] is learn.lr,
@@ -232,7 +232,7 @@ def _train(rank: int, folder: Path) -> None:
         learn.opt.own_lrs = learn.lr, learn.opt.own_lrs[1]
     if rank == 0:
         restore_rng(payload['rng'])
-    with learn.removed_cbs([DistributedTraining]), learn.added_cbs(payload['team']):
+    with learn.removed_cbs([DistributedTraining]), learn.added_cbs(payload['training']):
         result = payload['fn'](learn)
     learn.close()
     if rank == 0:

@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from learnkit.checkpoint.digest import digest
 from learnkit.comm.dtensor import is_dtensor
 from learnkit.comm.ranks import Comm
-from learnkit.core.batch import count_samples, find_bs, size_func_of, slice_batch, tensors_in
+from learnkit.core.batch import tensors_in
 from learnkit.core.device import find_used_accelerator
 from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.loader_state import drop_seeds
-from learnkit.engine.microbatch import divide, weighted_loss
+from learnkit.distributed.ddp import Parallelism
+from learnkit.distributed.failures import Failures
+from learnkit.distributed.global_batch import GlobalBatch
 from learnkit.engine.processes import OneProcess
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
@@ -31,13 +32,25 @@ OWN_STATES = ('callbacks', 'grads', 'generators')  # parts of a checkpoint that 
 
 
 class ManyProcesses(OneProcess):
-    "Operations of a Learner that trains on several ranks; `team` is its `DistributedTraining`."
+    """Operations of a Learner that trains on several ranks.
+
+    `DistributedTraining` creates the object when the ranks join."""
+
+    batch: GlobalBatch
 
     def __init__(
         self,
-        team: Any,  # `DistributedTraining` callback of the Learner
+        learn: Learner,  # Learner whose `world` is the process group
+        parallelism: Parallelism,  # released after a failure
+        shards_loaders: bool,  # False if the user's loaders iterate over this rank's shard
+        batch_size: str,  # meaning of the loaders' batch size: 'process' or 'global'
     ) -> None:
-        self.team = team
+        self.learn = learn
+        self.parallelism = parallelism
+        self.shards_loaders = shards_loaders
+        self.batch_size = batch_size
+        self.batch = GlobalBatch(is_even=shards_loaders)
+        self.failures = Failures(learn.world)  # failures of all ranks
 
     @contextmanager
     @override
@@ -48,22 +61,38 @@ class ManyProcesses(OneProcess):
                 yield
             return
         check_world(learn.world)
-        try:
+        with self.failing_together():
             with open_run(learn, kind):
                 yield
             learn.world.barrier()  # no rank may succeed in a run that fails on another rank
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Report an error to the other ranks, and close the connections on which they wait for this rank.
+
+        Raises the error, or a `DistributedError` with the rank that has failed first."""
+        try:
+            yield
         except BaseException as e:
-            error = self.team.fail(e)
+            error = self._report(e)
+            if not isinstance(e, SystemExit):
+                self.parallelism.release(self.learn)
+                self.learn.world.leave()
+                self.failures.linger()
             if error is e:
                 raise
             raise error from e
+
+    def _report(self, e: BaseException) -> BaseException:
+        "Report an error that has ended a run of this rank, and return the error to raise."
+        self.batch.clear()  # a sum that is awaited would keep the connections open
+        return self.failures.report(e, self.learn)
 
     @override
     def end_run(self, learn: Learner, error: BaseException | None) -> None:
         "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
-            self.team.batch.weights = None  # a sum that is awaited would keep the connections open
-            self.team.failures.report(error, learn)
+            self._report(error)
         super().end_run(learn, error)
 
     @override
@@ -79,67 +108,10 @@ class ManyProcesses(OneProcess):
         "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
 
-    # -- a batch ---------------------------------------------------------------------------------
-
     @property
     def has_local_samples(self) -> bool:  # type: ignore[override]  # read-only: the batch decides
-        "True if the current batch has samples of this rank."
-        return bool(self.team.has_local_samples)
-
-    @override
-    def batch_loss(self, learn: Learner) -> Tensor:
-        "Return the mean loss over the samples of all ranks."
-        loss = weighted_loss(learn.loss.detach(), self.gradient_share(learn))
-        return learn.world.sum(loss) / learn.world.size
-
-    @override
-    def gradient_share(self, learn: Learner) -> Any:
-        """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
-
-        Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""
-        size = learn.world.data_size
-        share = self.team.batch.share
-        if learn.parts.loss_weights.is_sum(learn):
-            return size if self.own_samples(learn) else 0
-        if learn.parts.loss_weights.are_samples(learn):
-            own, total = share or (1, size)
-            return 1 if own * size == total else own * size / total
-        weight, total_weight = self.team.sum_weights()
-        return divide(weight * size, total_weight())
-
-    @override
-    def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
-        "Split a batch into microbatches: as many as on the rank with the most samples."
-        microbatches = super().split(learn, xb, yb, size)
-        share = self.team.batch.share
-        if share is None or learn.microbatch in (1, 'auto'):
-            return microbatches
-        n = -(-share[1] // (learn.world.data_size * size))
-        if len(microbatches) == n:
-            return microbatches
-        bs = find_bs(xb, yb, size_func_of(learn))
-        return slice_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
-
-    def own_samples(self, learn: Learner) -> int:
-        "Return the number of samples of this rank's batch."
-        share = self.team.batch.share
-        return count_samples(learn) if share is None else share[0]
-
-    @override
-    def count_samples(self, learn: Learner) -> int:
-        "Return the number of samples of the batch over all ranks."
-        share = self.team.batch.share
-        return super().count_samples(learn) if share is None else share[1]
-
-    @override
-    def total_weight(self, learn: Learner) -> Any:
-        "Return the weight of the batch over all ranks; None for a loss that is a sum."
-        if learn.parts.loss_weights.is_sum(learn):
-            return None
-        if learn.parts.loss_weights.are_samples(learn):
-            return self.count_samples(learn)
-        _, total_weight = self.team.sum_weights()
-        return total_weight()
+        "True if the batch has samples of this rank."
+        return self.batch.has_local_samples(self.learn)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

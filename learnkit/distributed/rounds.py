@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
@@ -46,22 +45,11 @@ class RoundShard(Shard):
         "Yield this rank's part of each round of a pass over the whole loader."
         take = self._take_rows if self.spec.batch_size == 'global' else self._take_batch
         shares = []
-        for drawn in self._draw_rounds(batches):
+        for drawn in self.spec.draw_rounds(batches, self.order):
             batch, share = take(drawn)
             shares.append(share)
             self.order.shares = shares
             yield batch
-
-    def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        "Yield the batches of each round."
-        per_round = self.spec.per_round
-        while True:
-            with self.order:
-                drawn = list(islice(batches, per_round))
-            if len(drawn) == per_round or (drawn and not self.spec.drops_last):
-                yield drawn
-            if len(drawn) < per_round:
-                return
 
     def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
         "Return this rank's batch of a round, or a filler, and its share."

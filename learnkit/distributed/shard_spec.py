@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from learnkit.core.batch import find_bs
+from learnkit.data.shard import Order
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,24 @@ class ShardSpec:
         for i in range(first, self.count_batches(n, full)):
             k = min(full, n - i * full)
             yield i * full, self.rows(k), self.share(k)
+
+    def draw_rounds(
+        self,
+        source: Iterator[Any],  # batches of the loader, or their index lists
+        order: Order,  # generators that all ranks draw them from
+        n: int = 1,  # number of rounds to draw at a time
+    ) -> Iterator[list[Any]]:
+        "Yield the batches of each round."
+        n_batches = n * self.per_round
+        is_at_end = False
+        while not is_at_end:
+            with order:
+                drawn = list(islice(source, n_batches))
+            is_at_end = len(drawn) < n_batches
+            for i in range(0, len(drawn), self.per_round):
+                batches = drawn[i : i + self.per_round]
+                if len(batches) == self.per_round or not self.drops_last:
+                    yield batches
 
     def _bounds(self, k: int) -> tuple[int, int]:
         "Return the start and stop of this rank's samples in a round."

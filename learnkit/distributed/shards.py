@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -138,6 +138,18 @@ def _make_shard(dl: Any, spec: ShardSpec) -> Any:
     return RoundShard(dl, spec)
 
 
+def make_rank_seed(
+    seed: int,  # seed that all ranks have
+    rank: int,  # number of this rank's shard of the data
+) -> int:
+    """Return a seed that differs between ranks; rank 0 keeps the seed.
+
+    >>> make_rank_seed(1, 0), make_rank_seed(1, 1)
+    (1, 2177342782468422678)
+    """
+    return (seed + 0x9E3779B97F4A7C15 * rank) % 2**63
+
+
 def check_sampler(sampler: DistributedSampler[Any], spec: ShardSpec) -> None:
     "Raise `OptionError` for a sampler of other ranks."
     if (sampler.num_replicas, sampler.rank) != (spec.size, spec.rank):
@@ -218,7 +230,7 @@ class ShardSampler:
             state = (self.source.generator or torch.default_generator).get_state()
         generator = torch.Generator().set_state(state)
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-        self.seeds.manual_seed((seed + 0x9E3779B97F4A7C15 * self.spec.rank) % 2**63)
+        self.seeds.manual_seed(make_rank_seed(seed, self.spec.rank))
         return self._begin()
 
     def _begin(self) -> Iterator[Any]:
@@ -239,23 +251,11 @@ class ShardSampler:
         "Yield this rank's part of each round, as one index list."
         spec = self.spec
         shares: list[tuple[int, int]] = []
-        for round_lists, k in self._draw_rounds(lists):
+        for round_lists in spec.draw_rounds(lists, self.order, N_ROUNDS):
+            k = sum(map(len, round_lists))
             shares.append(spec.share(k))
             self.order.shares = shares  # again, as another pass may have set it
             yield _select_entries(round_lists, spec.rows(k))
-
-    def _draw_rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
-        "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
-        per_round = self.spec.per_round
-        n_lists = N_ROUNDS * per_round
-        drawn: list[Any] = [None] * n_lists
-        while len(drawn) == n_lists:
-            with self.order:
-                drawn = list(islice(lists, n_lists))
-            for i in range(0, len(drawn), per_round):
-                round_lists = drawn[i : i + per_round]
-                if len(round_lists) == per_round or not self.spec.drops_last:
-                    yield round_lists, sum(map(len, round_lists))
 
 
 def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:

@@ -294,9 +294,9 @@ def step_with_closure(learn: Learner) -> None:
     def evaluate() -> Tensor:
         learn.opt.zero_grad(only=learn.turn)
         repeat_passes(learn)
-        return learn.parts.processes.batch_loss(learn)
+        return learn.parts.processes.batch.mean_loss(learn)
 
-    closure = Closure(evaluate, lambda: learn.parts.processes.batch_loss(learn))
+    closure = Closure(evaluate, lambda: learn.parts.processes.batch.mean_loss(learn))
     before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
     try:
         learn.opt.step(closure, only=learn.turn)

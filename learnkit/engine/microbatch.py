@@ -72,7 +72,7 @@ class Microbatches:
         xb = learn.xb
         yb = learn.yb
         weights = None
-        parts = learn.parts.processes.split(learn, xb, yb, size)
+        parts = learn.parts.processes.batch.split(learn, xb, yb, size)
         if not learn.parts.loss_weights.is_sum(learn):
             weights = [learn.parts.loss_weights.weigh_batch(learn, *part) for part in parts]
         losses = []

@@ -23,6 +23,35 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 
+class LocalBatch:
+    "The batch of one process; several processes have a `GlobalBatch` instead."
+
+    def count_samples(self, learn: Learner) -> int:
+        "Return the number of samples of the batch over all ranks."
+        return count_samples(learn)
+
+    def total_weight(self, learn: Learner) -> Any:
+        "Return the weight of the batch over all ranks; None for a loss that is a sum."
+        weights = learn.parts.loss_weights
+        return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
+
+    def mean_loss(self, learn: Learner) -> Tensor:
+        "Return the loss of the batch over all ranks, for optimizers that compare losses."
+        loss: Tensor = learn.loss.detach()
+        return loss
+
+    def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+        "Split a batch into microbatches of at most `size` samples."
+        n = find_bs(xb, yb, size_func_of(learn))
+        if n > size and learn.batch_form is not None and learn.batch_form.size_func is not None:
+            raise BatchError(
+                f'The batch {describe((*xb, *yb))} has {n} samples, which are not along the first axis of the first '
+                'tensor: it cannot be split into microbatches. Let the loader yield batches (B, T, ...), or accumulate '
+                'smaller ones with `GradientAccumulation`.'
+            )
+        return microbatches(xb, yb, size, n)
+
+
 class OneProcess:
     """Operations that depend on the number of processes, for training in one process.
 
@@ -30,7 +59,8 @@ class OneProcess:
     while several processes train together.
     """
 
-    team: Any = None  # `DistributedTraining` of several processes
+    batch = LocalBatch()
+    shards_loaders = False  # True if each rank's loaders are made from loaders that all ranks have
     has_local_samples = True  # False on a rank without samples in the batch
 
     def run(
@@ -55,37 +85,6 @@ class OneProcess:
     def seconds(self, learn: Learner) -> float:
         "Return the seconds spent in fits."
         return float(learn.parts.counters.elapsed())
-
-    # -- a batch ---------------------------------------------------------------------------------
-
-    def batch_loss(self, learn: Learner) -> Tensor:
-        "Return the loss of the batch over all ranks, for optimizers that compare losses."
-        loss: Tensor = learn.loss.detach()
-        return loss
-
-    def gradient_share(self, learn: Learner) -> Any:
-        "Return the factor of this rank's loss in the mean over ranks."
-        return 1
-
-    def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
-        "Split a batch into microbatches of at most `size` samples."
-        n = find_bs(xb, yb, size_func_of(learn))
-        if n > size and learn.batch_form is not None and learn.batch_form.size_func is not None:
-            raise BatchError(
-                f'The batch {describe((*xb, *yb))} has {n} samples, which are not along the first axis of the first '
-                'tensor: it cannot be split into microbatches. Let the loader yield batches (B, T, ...), or accumulate '
-                'smaller ones with `GradientAccumulation`.'
-            )
-        return microbatches(xb, yb, size, n)
-
-    def count_samples(self, learn: Learner) -> int:
-        "Return the number of samples of the batch over all ranks."
-        return count_samples(learn)
-
-    def total_weight(self, learn: Learner) -> Any:
-        "Return the weight of the batch over all ranks; None for a loss that is a sum."
-        weights = learn.parts.loss_weights
-        return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

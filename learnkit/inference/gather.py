@@ -244,14 +244,17 @@ class Replicated(list[Any]):
 def shard_loader(learn: Learner, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world = learn.world
-    team = learn.parts.processes.team
-    if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
+    processes = learn.parts.processes
+    if isinstance(dl, Replicated) or not processes.shards_loaders:
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
 
-    batch_size = team.batch_size if team else 'process'
     rank_dl = shard(
-        unshard(dl), world.data_rank, world.data_size, batch_size, count=batch_counter(learn)
+        unshard(dl),
+        world.data_rank,
+        world.data_size,
+        processes.batch_size,
+        count=batch_counter(learn),
     )
     return rank_dl, _get_sharing_ranks(world, rank_dl)
 

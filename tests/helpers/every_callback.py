@@ -27,6 +27,7 @@ from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
 from learnkit.debug.moment import StopBefore
 from learnkit.debug.samples import LayerNorms
+from learnkit.distributed.callback import GradientMean
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.gather import BatchCollector, PredictionSink
@@ -49,10 +50,11 @@ def classes() -> list[type[Callback]]:
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
     } - {
         BatchCollector,
+        GradientMean,
         LayerNorms,
         PredictionSink,
         StopBefore,
-    }  # parts of `get_preds` and `rewind`
+    }  # parts of `get_preds`, `DistributedTraining` and `rewind`
     return sorted(found, key=lambda c: c.__name__)
 
 
