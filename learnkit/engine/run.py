@@ -25,13 +25,13 @@ from learnkit.core.model import WholeBatches, check_can_run, preserved_modes, ta
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
-from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import (
     format_place,
     list_running,
 )
 from learnkit.engine.events import LEVELS
+from learnkit.engine.explain import explain_error
 from learnkit.engine.fields import RESTORED
 
 if TYPE_CHECKING:
