@@ -159,6 +159,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     run = learn.run
     if error is not None:
         forget_run(learn)
+    learn.parts.callbacks.end_run()
     learn.parts.passes.close()
     learn.parts.resuming = None
     learn.resumed = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import EVENTS, Callback, DataLoaders, Learner
-from learnkit.callbacks.hyperparam_log import HyperparamLog
+from learnkit.callbacks.step_log import StepLog
 from learnkit.core.errors import CancelException
 from learnkit.engine.events import LEVELS
 
@@ -183,7 +183,7 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     while todo:
         where, o = todo.pop()
         if id(o) in seen or isinstance(
-            o, (type, ModuleType, str, int, float, BaseException, HyperparamLog)
+            o, (type, ModuleType, str, int, float, BaseException, StepLog)
         ):
             continue  # an exception's frames are its own; the recorded numbers are of no run
         seen.add(id(o))
