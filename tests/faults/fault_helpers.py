@@ -170,7 +170,7 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
     found = set(vars(learn)) - {cb.name for cb in learn.cbs}
     assert found <= fresh()['keys'] | {'final_record'} | extra
     assert learn.loss_func.reduction == 'mean' if isinstance(learn.loss_func, nn.MSELoss) else True
-    assert not learn._open_blocks and 'before_backward' not in vars(learn.recorder)
+    assert not learn._open_blocks and not learn.parts.callbacks.run_handlers
     assert not learn.parts.modes.saved and all(cb.run for cb in learn.cbs)
     assert list(reachable_tensors(learn)) == []
     assert all(p.grad is None for p in learn.model.parameters())
