@@ -108,7 +108,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
         # measurements by depth of the run: 1 is the outermost
         self._metrics_by_depth = {1: EpochMetrics()}
-        self._of_fit = self._metrics_by_depth[1]  # measurements of the latest fit
+        # measurements of the fit, or of a run outside of it, which checkpoints have
+        self._of_fit = self._metrics_by_depth[1]
 
     # -- what is measured --------------------------------------------------------------------------
 
@@ -119,11 +120,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self._metrics_by_depth[depth] = EpochMetrics(own=depth > 1)
         if depth == 1 and learn.phase == 'predict':
             current.measured = latest  # a prediction measures nothing
+        if depth == 1 or learn.fitting:
+            self._of_fit = current
         if learn.world.size > 1:
             self._check_mergeable()
         if not learn.fitting:
             return
-        self._of_fit = current
         self._begin_fit()
         callbacks = learn.parts.callbacks
         if learn.metrics or contains_activation(learn.loss_func):
@@ -395,7 +397,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def cleanup(self) -> None:
         "Discard the state of an interrupted run."
-        self._metrics_by_depth = {1: self._metrics_by_depth[1]}
+        self._metrics_by_depth = {1: self._of_fit}
         self._microbatches = []
         self._of_fit.is_training = False
         self.steps.release_group()
@@ -453,8 +455,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
-        current = self._metrics_by_depth[1]
-        is_training = self._of_fit.is_training
+        current = self._of_fit
+        is_training = current.is_training
         return {
             'history': [to_storable(row) for row in self.history],
             'n_fits': self.n_fits,
@@ -469,7 +471,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'steps': self.steps.state_dict(),
             'open': {
                 **current.state_dict(),
-                'n_before': self._of_fit.n_before if is_training else 0,
+                'n_before': current.n_before if is_training else 0,
                 'metrics': metric_states(self._train) if is_training else None,
             },
             'seconds': perf_counter() - current.started if is_training else 0.0,
@@ -490,15 +492,15 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.steps.load_state_dict(sd['steps'])
         self.steps.skipped = sd['skipped'].tolist()
         # outside a fit: the measurements of the last fit
-        self._metrics_by_depth[1].load_state_dict(sd['open'])
+        self._of_fit.load_state_dict(sd['open'])
         if getattr(self.learn, 'fitting', False):
             self._reopen(sd['open'], sd['seconds'])
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Continue the measurements of the epoch in progress."
-        current = self._metrics_by_depth[1]
+        current = self._of_fit
         current.started = perf_counter() - seconds
-        self._of_fit.n_before = sd['n_before']
+        current.n_before = sd['n_before']
         self.log = L([self.learn.epoch, *current.values.values()])
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
