@@ -74,7 +74,7 @@ class BestMetric(TrackerCallback):
         recorder = records(self)
         names = recorder.evaluated_columns()
         if not all(fnfilter(names, name) for name in (self.monitor, *self.targets)):
-            names = recorder.find_keys()
+            names = recorder.columns.find_keys()
         columns: list[str] = []
         for name in (self.monitor, *self.targets):
             matches = fnfilter(names, name)

@@ -16,12 +16,16 @@ from learnkit.core.errors import MetricError
 from learnkit.core.model import model_device
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
-from learnkit.metrics.averages import RESERVED, measures_batches
-from learnkit.metrics.base import Mean, Metric, flatten_mapping
+from learnkit.metrics.averages import AvgLoss, measures_batches
+from learnkit.metrics.base import Mean, Metric
 from learnkit.metrics.merge import gather_on_host, merge_states, shared_state
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
+
+
+class EvalLoss(AvgLoss):
+    "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
 
 
 class KeptMicrobatch:
@@ -48,6 +52,8 @@ class EpochMetrics:
     logged: dict[str, Mean] = field(default_factory=dict)  # averages of `learn.log`, by column
     latest: set[str] = field(default_factory=set)  # logged names that keep the latest value only
     started: float = field(default_factory=perf_counter)
+    n_before: int = 0  # number of steps of the fit before the epoch
+    is_training: bool = False  # True from the start of an epoch's training to the end of the epoch
     n_valid: int = 0  # number of batches measured on the current loader
     measured: dict[str, Any] = field(default_factory=dict)  # value by column, latest evaluation
 
@@ -88,60 +94,6 @@ class EpochMetrics:
             mean.load_state_dict(state)
 
 
-class MetricColumns:
-    """Assign column names to the keys of metrics that return dicts.
-
-    A key is the name of its column. If another metric or key has that name already, the column is
-    `<metric>_<key>`. The first to claim a name keeps it. Checkpointed as part of the Recorder.
-
-    >>> columns = MetricColumns()
-    >>> columns.add('iou', {'cat': .5, 'loss': 1.}, ['iou', 'cat'])
-    >>> columns.columns('iou'), columns.columns('cat')
-    (['iou_cat', 'iou_loss'], ['cat'])
-    """
-
-    def __init__(self, known: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        # metric: {key: column}
-        self.known = {name: dict(columns) for name, columns in (known or {}).items()}
-
-    def columns(self, name: str, prefix: str = '') -> list[str]:
-        "Return the columns of a metric: its name if no keys are known."
-        return list(self.known.get(prefix + name, {name: name}).values())
-
-    def add(
-        self,
-        name: str,  # name of the metric
-        value: Any,  # value of the metric on some batches
-        names: Iterable[str],  # names of all metrics that share the columns
-        prefix: str = '',  # prefix for the metrics of one loader, such as 'night/'
-    ) -> None:
-        "Add the keys of a metric's value."
-        if not isinstance(value, Mapping):
-            return
-        columns = self.known.setdefault(prefix + name, {})
-        taken = {*RESERVED, 'loss', *columns.values()}
-        for other in names:
-            if other != name:
-                taken.update(self.columns(other, prefix))
-        for key in flatten_mapping(value):
-            if key in columns:
-                continue
-            columns[key] = column = key if key not in taken else f'{name}_{key}'
-            taken.add(column)
-
-    def values(self, name: str, value: Any, prefix: str = '') -> dict[str, Any]:
-        "Return the values of a metric by column, on the host."
-        columns = self.known.get(prefix + name)
-        if columns is None:
-            return {name: value}
-        if isinstance(value, Mapping):
-            found = flatten_mapping(value)
-        else:
-            # None without batches, and NaN if the metric cannot be computed
-            found = dict.fromkeys(columns, value)
-        return {column: _as_number(found.get(key)) for key, column in columns.items()}
-
-
 def clone_metric(m: Metric, learn: Learner) -> Metric:
     "Return a copy of a metric with its own sums; the model and functions are shared."
     shared = (learn, learn.model, getattr(m, 'func', None))
@@ -150,10 +102,10 @@ def clone_metric(m: Metric, learn: Learner) -> Metric:
 
 def value_of(m: Metric, n: int) -> Any:
     "Return the value of a metric on the host; None if it measures batches and got none."
-    return _as_number(m.value) if n or not measures_batches(m) else None
+    return as_number(m.value) if n or not measures_batches(m) else None
 
 
-def _as_number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     "Convert a tensor or array of one element to a plain number on the host."
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()

@@ -27,7 +27,8 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.model import name_of
-from learnkit.core.validation import is_number, warn_user
+from learnkit.core.validation import is_number
+from learnkit.engine.advice import warn_of_plain_loss
 from learnkit.engine.callback import Callback
 from learnkit.engine.custom_batch import list_overrides
 from learnkit.losses import BaseLoss
@@ -118,18 +119,15 @@ class MixHandler(Callback):
         )
         if list_overrides(self.learn):
             self._has_blended = False
-            self.after_batch = self._check_blended  # type: ignore[method-assign]
+            self.learn.parts.callbacks.check_once(self, 'after_batch', self._check_blended)
 
-    def _check_blended(self) -> None:
-        "Warn after the first batch of a user's own loop if its loss was not blended."
-        if not self.training or 'loss_grad' not in self.learn.__dict__:
-            return
-        del self.after_batch
+    def _check_blended(self) -> bool:
+        "Warn if the loss of a user's own loop was not blended; return False for a batch without a loss."
+        if 'loss_grad' not in self.learn.__dict__:
+            return False
         if self.stack_y and not self._has_blended and 'lam' in self.__dict__:
-            warn_user(
-                f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
-                f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.'
-            )
+            warn_of_plain_loss(self.learn, self)
+        return True
 
     def before_step(self) -> None:
         "Check that the microbatches were split from the blended batch."
@@ -146,8 +144,6 @@ class MixHandler(Callback):
     def cleanup(self) -> None:
         self.learn.parts.loss_weights.averages_samples = False
         self._forget()
-        if 'after_batch' in self.__dict__:
-            del self.after_batch
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fastcore.foundation import L
 
+from learnkit.callbacks.columns import Columns
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
@@ -32,7 +32,7 @@ class Plots:
     evaluations: list[dict[str, Any]]
     hps: Any
     history: Any
-    is_shown: Callable[[str], bool]
+    columns: Columns
 
     def plot_loss(
         self,
@@ -119,7 +119,7 @@ class Plots:
                 continue
             metric, source = _split_column(column, loader_names)
             known |= {column, metric}
-            is_default = names is None and self.is_shown(column)
+            is_default = names is None and self.columns.is_shown(column)
             if is_default or {column, metric} & requested:
                 panels.setdefault(metric, {})[source] = points
         if not known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorder: losses and hyperparameters by step, losses and metrics by epoch, and their plots."""
+"""Recorder: record of a training, with losses by step and losses and metrics by epoch."""
 
 from __future__ import annotations
 
@@ -11,37 +11,28 @@ import torch
 from fastcore.foundation import L
 from typing_extensions import override
 
+from learnkit.callbacks.columns import Columns
 from learnkit.callbacks.epoch_metrics import (
     EpochMetrics,
+    EvalLoss,
     KeptMicrobatch,
-    MetricColumns,
     clone_metric,
     load_metrics,
     metric_states,
     read_metrics,
 )
 from learnkit.callbacks.history import History, Values
-from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
+from learnkit.callbacks.step_log import StepLog
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
 from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.advice import check_metrics, contains_activation, warn_of_activation
 from learnkit.engine.callback import Callback
-from learnkit.engine.checks import (
-    check_metrics,
-    contains_activation,
-    first_validation_batches,
-    warn_of_activation,
-)
 from learnkit.engine.run import is_open
-from learnkit.metrics.averages import (
-    AvgLoss,
-    as_metrics,
-    check_column,
-    measures_batches,
-)
+from learnkit.metrics.averages import check_column, measures_batches
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merge_losses
 from learnkit.metrics.merge import check_mergeable, gather_on_host
 
@@ -56,10 +47,6 @@ __all__ = [
     'recorder_of',
     'records',
 ]
-
-
-class _EvalLoss(AvgLoss):
-    "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
 
 
 class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides the Learner's
@@ -105,85 +92,74 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.add_time = add_time
         self.train_metrics = train_metrics
         self.valid_metrics = valid_metrics
-        self.loss = _EvalLoss()
+        self.loss = EvalLoss()
         self.smooth_loss = AvgSmoothLoss(beta=beta)
         self.history = History()
         self.n_fits = 0
         # one dict per evaluation, over all fits, including evaluations within an epoch
         self.evaluations: list[dict[str, Any]] = []
+        self.values = L()
+        self.iters = L()
+        self.log = L()  # row of the epoch so far
+        self.columns = Columns(self)
+        self.logged_names: dict[str, bool] = {}  # with True for those that are printed
+        self.steps = StepLog(self.smooth_loss)
         self._train: list[Metric] = []
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
         # measurements by depth of the run: 1 is the outermost
         self._metrics_by_depth = {1: EpochMetrics()}
-        self._metric_columns = MetricColumns()
-        self._logged: dict[str, bool] = {}  # logged names, with True for those that are printed
-        self.log = L()  # row of the epoch so far
-        self._n_before = 0  # number of steps before the current epoch
-        self._is_epoch_open = False  # True from the start of an epoch's training to its end
-        self._clear_steps()
-
-    def _clear_steps(self) -> None:
-        self.values = L()
-        self.iters = L()
-        self._steps = HyperparamLog()  # hyperparameters of the last param group
-        self._hps: dict[str, list[float]] | None = None
-        self._losses: list[torch.Tensor] = []
-        self._skipped: list[int] = []  # training batches of this fit that had no loss
-        self.smooth_loss.reset()
+        # measurements of the fit, or of a run outside of it, which checkpoints have
+        self._of_fit = self._metrics_by_depth[1]
 
     # -- what is measured --------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         learn = self.learn
-        depth = max(self.learn.run.depth, 1)
+        depth = max(learn.run.depth, 1)
         latest = self._metrics_by_depth[1].measured
-        self._metrics_by_depth[depth] = EpochMetrics(own=depth > 1)
+        current = self._metrics_by_depth[depth] = EpochMetrics(own=depth > 1)
         if depth == 1 and learn.phase == 'predict':
-            self.epoch_metrics.measured = latest  # a prediction measures nothing
+            current.measured = latest  # a prediction measures nothing
+        if depth == 1 or learn.fitting:
+            self._of_fit = current
         if learn.world.size > 1:
             self._check_mergeable()
         if not learn.fitting:
             return
-        self.n_fits += 1
-        self._logged = {}
-        self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
-        self._clear_steps()
+        self._begin_fit()
+        callbacks = learn.parts.callbacks
         if learn.metrics or contains_activation(learn.loss_func):
-            self.before_backward = self._check_once  # type: ignore[method-assign]
+            callbacks.check_once(self, 'before_backward', self._try_metrics)
         if self._train and learn.microbatch:
-            self.after_loss = self._measure_microbatch  # type: ignore[method-assign]
+            callbacks.add_run_handler(self, 'after_loss', self._measure_microbatch)
 
-    def select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
-        "Return the metrics that are computed in training or in evaluation."
-        metrics = self.learn.metrics if metrics is None else metrics
-        default = self.train_metrics if phase == 'train' else self.valid_metrics
-        return [m for m in metrics if m.on in (phase, 'both') or (m.on is None and default)]
-
-    def _metrics_of_loader(self, dl_name: str) -> list[Metric]:
-        "Return the metrics of a validation loader, or the Learner's if it defines none."
-        evaluator = self._find_evaluator(dl_name)
-        own = None if evaluator is None else evaluator.as_metrics(as_metrics)
-        metrics = self.select_metrics('valid', own)
-        return [self.loss, *metrics] if self.valid_metrics else metrics
+    def _begin_fit(self) -> None:
+        "Count a fit, and begin the record of its steps."
+        self.n_fits += 1
+        self.logged_names = {}
+        metrics = self.columns.select_metrics('train') if self.learn.metrics else []
+        self._train = [clone_metric(m, self.learn) for m in metrics]
+        self.values = L()
+        self.iters = L()
+        self.smooth_loss.reset()
+        self.steps = StepLog(self.smooth_loss)
 
     @property
     def epoch_metrics(self) -> EpochMetrics:
         "Measurements of the current epoch, or of the current evaluation inside another run."
         return self._metrics_by_depth.get(self.learn.run.depth, self._metrics_by_depth[1])
 
-    def _check_once(self) -> None:
+    def _try_metrics(self) -> None:
         "Compute the metrics on the first training batch, before any weight changes."
-        del self.before_backward
         learn = self.learn
         warn_of_activation(learn)
-        values = check_metrics(learn, self._train, self.select_metrics('valid'))
-        for name, value in values.items():
-            self._metric_columns.add(name, value, [m.name for m in learn.metrics])
+        values = check_metrics(learn, self._train, self.columns.select_metrics('valid'))
+        self.columns.add_keys(values)
 
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.parts.processes.has_local_samples:
+        if learn.run.repeating or not learn.parts.processes.has_local_samples:
             return
         if learn.microbatch != 'auto':
             return self._accumulate(learn)
@@ -201,11 +177,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.started = perf_counter()
         current.n_valid = 0
         if self.learn.fitting:
-            self._n_before = self.smooth_loss.count
+            self._of_fit.n_before = self.smooth_loss.count
         self.log = L([self.learn.epoch])
 
     def before_train(self) -> None:
-        self._is_epoch_open = True
+        self._of_fit.is_training = True
         for m in self._train:
             m.reset()
 
@@ -223,9 +199,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if 'loss_grad' not in learn.__dict__:
             return self._measure_without_loss()
         if learn.training:
-            self.smooth_loss.accumulate(learn, self._loss_weight())
-            if learn.opt is not None:
-                self._steps.record(learn.opt.last_group)
+            self.steps.record(learn, self._loss_weight())
             if self._train and not learn.microbatch and learn.parts.processes.has_local_samples:
                 self._accumulate(learn)
             while self._microbatches:
@@ -254,36 +228,34 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
         learn = self.learn
         if learn.training:
-            self._skipped.append(learn.train_iter - 1)  # the batch has already been counted
+            self.steps.skipped.append(learn.train_iter - 1)  # the batch has already been counted
         has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
         if has_pred and learn.loss_func is None and learn.yb:
-            self._measure(self.select_metrics('valid'))
+            self._measure(self.columns.select_metrics('valid'))
 
     def after_train(self) -> None:
         learn = self.learn
-        values = self.epoch_metrics.values
-        n = self.smooth_loss.count - self._n_before
-        measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
+        values = self._of_fit.values
+        n = self.smooth_loss.count - self._of_fit.n_before
+        measured, states = read_metrics(self._train, n, learn, self._local_losses())
         if states:
             self._merge_losses(states)
         values['train_loss'] = self._train_loss() if self._has_steps() else None
         if self._has_steps() and isnan(values['train_loss']):
-            warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
+            warn_of_nan(learn, self.smooth_loss.smooth, self._of_fit.n_before)
         for m, value in zip(self._train, measured, strict=True):
-            self._metric_columns.add(m.name, value, [m.name for m in learn.metrics])
-            columns = self._metric_columns.values(m.name, value)
-            values.update({self._train_column(column): v for column, v in columns.items()})
-        self.log = L([self.learn.epoch, *values.values()])
+            values.update(self.columns.name_training_values(m, value))
+        self.log = L([learn.epoch, *values.values()])
 
     def _has_steps(self) -> bool:
         "Return True if this epoch has trained on a batch."
-        return self.smooth_loss.count > self._n_before
+        return self.smooth_loss.count > self._of_fit.n_before
 
     def _train_loss(self) -> float:
         "Return the training loss of the epoch that ends."
         if self.train_loss == 'smooth':
             return self.smooth_loss.smooth[-1]
-        return self.smooth_loss.mean_since(self._n_before, self._reduction())
+        return self.smooth_loss.mean_since(self._of_fit.n_before, self._reduction())
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict':
@@ -293,7 +265,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         metrics = self._valid_mets
         measured, _ = read_metrics(metrics, current.n_valid, self.learn)
         for m, value in zip(metrics, measured, strict=True):
-            current.measured |= self._named_values(m, value, dl)
+            current.measured |= self.columns.name_values(m, value, dl)
         current.values |= current.measured
         current.n_valid = 0
         self.log = L([self.learn.epoch, *current.values.values()])
@@ -322,7 +294,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self.epoch_metrics
         row = self._find_row()  # None until the epoch ends
         logged = current.logged if row is None else {}
-        if name not in self._logged and name in self.list_columns():
+        if name not in self.logged_names and name in self.columns.list_names():
             raise MetricError(
                 f'learn.log({name!r}): a metric has this name. Give the value another.'
             )
@@ -336,7 +308,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if row is not None:
             row[name] = mean.value
         if self.learn.fitting:
-            self._logged.setdefault(name, shown and row is None)
+            self.logged_names.setdefault(name, shown and row is None)
 
     def _find_row(self) -> dict[str, Any] | None:
         "Return the row of the current epoch of a fit, if it was written."
@@ -353,8 +325,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self.epoch_metrics
         learn = self.learn
         seconds = perf_counter() - current.started
-        is_open = learn.fitting and self._is_epoch_open and 'train_loss' not in current.values
-        if is_open and self._has_steps():
+        is_training = learn.fitting and current.is_training
+        if is_training and 'train_loss' not in current.values and self._has_steps():
             self.after_train()  # the epoch was cancelled during its training
         if not learn.fitting and learn.phase == 'predict':
             return current.clear()  # nothing was measured
@@ -362,23 +334,27 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             seconds = self._merge_logged(seconds)
         values = current.collect()
         current.clear()
-        if learn.fitting:
-            self._is_epoch_open = False
-        else:
+        if not learn.fitting:
             columns = dict.fromkeys([*self.evaluated_columns(), *values])
             learn.final_record = Values({name: values[name] for name in columns if name in values})
             return
-        if not values:
-            return  # the epoch was skipped
-        names = self.list_columns()[1:]
-        learn.final_record = L([values[n] for n in names if n in values and self.is_shown(n)])
+        current.is_training = False
+        if values:  # else the epoch was skipped
+            self._add_row(values, seconds)
+
+    def _add_row(self, values: dict[str, Any], seconds: float) -> None:
+        "Add the row of the epoch to the record, and pass it to the logger."
+        learn = self.learn
+        is_shown = self.columns.is_shown
+        names = self.columns.list_names()[1:]
+        learn.final_record = L([values[n] for n in names if n in values and is_shown(n)])
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
         columns = {name: values.get(name) for name in names}
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        self.log = L([learn.epoch, *(v for name, v in columns.items() if self.is_shown(name))])
+        self.log = L([learn.epoch, *(v for name, v in columns.items() if is_shown(name))])
         if self.add_time:
             self.log.append(format_seconds(seconds))
         learn.logger(self.log)
@@ -386,9 +362,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     # -- several ranks -----------------------------------------------------------------------------
 
     def _check_mergeable(self) -> None:
-        metrics = self.select_metrics('train')
+        metrics = self.columns.select_metrics('train')
         for dl_name, _ in evaluation_loaders(self.learn.dls):
-            metrics += self._metrics_of_loader(dl_name)
+            metrics += self.columns.metrics_of_loader(dl_name)
         for m in {id(m): m for m in metrics}.values():
             if measures_batches(m):
                 check_mergeable(m)
@@ -397,7 +373,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return this rank's losses of the epoch, and their weights."
         if self.learn.world.size == 1:
             return {}
-        losses, weights = self.smooth_loss.since(self._n_before)
+        losses, weights = self.smooth_loss.since(self._of_fit.n_before)
         return {'losses': losses, 'weights': weights}
 
     def _merge_losses(self, states: list[dict[str, Any]]) -> None:
@@ -405,7 +381,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         losses = [sd['losses'] for sd in states]
         weights = [sd['weights'] for sd in states]
         merged = merge_losses(losses, weights, self._reduction())
-        self.smooth_loss.replace(self._n_before, *merged)
+        self.smooth_loss.replace(self._of_fit.n_before, *merged)
 
     def _reduction(self) -> str:
         return 'sum' if self.learn.parts.loss_weights.is_sum(self.learn) else 'mean'
@@ -413,104 +389,29 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _merge_logged(self, seconds: float) -> float:
         "Merge the logged values of all ranks, and return the seconds of the first rank."
         current = self.epoch_metrics
-        local = {'frame': current.state_dict(), 'logged': self._logged, 'seconds': seconds}
+        local = {'frame': current.state_dict(), 'logged': self.logged_names, 'seconds': seconds}
         states = gather_on_host(self.learn.world, local, 'logged values')
         current.merge_logged([sd['frame'] for sd in states])
-        self._logged = {name: shown for sd in states for name, shown in sd['logged'].items()}
+        self.logged_names = {name: shown for sd in states for name, shown in sd['logged'].items()}
         return float(states[0]['seconds'])
 
     def cleanup(self) -> None:
         "Discard the state of an interrupted run."
-        self._metrics_by_depth = {1: self._metrics_by_depth[1]}
+        self._metrics_by_depth = {1: self._of_fit}
         self._microbatches = []
-        self._is_epoch_open = False
-        self._steps.release_group()
-        for name in ('before_backward', 'after_loss'):
-            if name in self.__dict__:
-                delattr(self, name)
+        self._of_fit.is_training = False
+        self.steps.release_group()
 
     # -- names -------------------------------------------------------------------------------------
 
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        names = [name for name in self.list_columns() if self.is_shown(name)]
-        if self.add_time:
-            names.append('time')
-        return L(names)
-
-    def list_columns(self) -> list[str]:
-        "Return the names of the history's columns, in order."
-        train_columns = [
-            column
-            for m in self.select_metrics('train')
-            for column in self._metric_columns.columns(m.name)
-        ]
-        train = ['train_loss', *map(self._train_column, train_columns)]
-        names = ['epoch', *train, *self.evaluated_columns(), *self._logged]
-        return list(dict.fromkeys(names))
-
-    def is_shown(self, name: str) -> bool:
-        "Return False for a logged value that is not printed."
-        return self._logged.get(name, True)
+        return self.columns.list_shown()
 
     def evaluated_columns(self) -> list[str]:
         "Return the columns of evaluations."
-        loaders = evaluation_loaders(self.learn.dls)
-        return [name for dl_name, _ in loaders for name in self._valid_names(dl_name)]
-
-    def _valid_names(self, dl_name: str) -> list[str]:
-        prefix = self._key_prefix(dl_name)
-        return [
-            self._valid_name(m, dl_name, column)
-            for m in self._metrics_of_loader(dl_name)
-            for column in self._metric_columns.columns(m.name, prefix)
-        ]
-
-    def _train_column(self, column: str) -> str:
-        return f'train_{column}' if self.valid_metrics else column
-
-    def _valid_name(self, m: Metric, dl_name: str, column: str | None = None) -> str:
-        column = m.name if column is None else column
-        if dl_name != 'valid':
-            return f'{dl_name}/{column}'
-        return f'valid_{column}' if isinstance(m, _EvalLoss) or self.train_metrics else column
-
-    def _key_prefix(self, dl_name: str) -> str:
-        "Return the prefix that separates a loader's own metrics from the Learner's."
-        return '' if self._find_evaluator(dl_name) is None else f'{dl_name}/'
-
-    def _find_evaluator(self, dl_name: str) -> Any:
-        "Return the evaluator of a validation loader that has its own metrics, or None."
-        evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
-        return None if evaluator is None or evaluator.metrics is None else evaluator
-
-    def _named_values(self, m: Metric, value: Any, dl_name: str) -> dict[str, Any]:
-        "Return the values of a metric on a validation loader by column."
-        prefix = self._key_prefix(dl_name)
-        names = [m.name for m in self._metrics_of_loader(dl_name)]
-        self._metric_columns.add(m.name, value, names, prefix)
-        values = self._metric_columns.values(m.name, value, prefix)
-        return {self._valid_name(m, dl_name, column): v for column, v in values.items()}
-
-    def find_keys(self) -> list[str]:
-        """Find the keys of metrics that return dicts, from a batch of each validation loader; return all columns.
-
-        Callbacks call this function to look up an unknown column before the first batch of a fit.
-        """
-        for dl_name in first_validation_batches(self.learn):
-            for m in self._metrics_of_loader(dl_name):
-                if not measures_batches(m) or isinstance(m, _EvalLoss):
-                    continue
-                trial = clone_metric(m, self.learn)
-                trial.reset()
-                try:
-                    trial.accumulate(self.learn)
-                    value = trial.value
-                except Exception:
-                    continue  # the first batch of the fit raises the error again
-                self._named_values(m, value, dl_name)
-        return self.evaluated_columns()
+        return self.columns.list_evaluated()
 
     @property
     def _train_mets(self) -> L:
@@ -521,7 +422,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self.epoch_metrics
         name = self.learn.dl_name
         if name not in current.valid:
-            metrics = self._metrics_of_loader(name)
+            metrics = self.columns.metrics_of_loader(name)
             if current.own:
                 metrics = [clone_metric(m, self.learn) for m in metrics]
             current.valid[name] = metrics
@@ -532,52 +433,48 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def losses(self) -> L:
         "Smoothed training loss of every step of this fit, as 0-dim tensors on the CPU."
-        smooth = self.smooth_loss.smooth
-        if len(self._losses) > len(smooth):
-            self._losses = []
-        new_losses = smooth[len(self._losses) :]
-        if new_losses:
-            self._losses += torch.tensor(new_losses, dtype=torch.float32).unbind()
-        return L(self._losses)
+        return L(self.steps.losses)
 
     @property
     def lrs(self) -> list[float]:
         "Learning rate of every step of this fit, of the last param group."
-        return self._steps.columns().get('lr', [])
+        return self.steps.columns().get('lr', [])
 
     @property
     def hps(self) -> dict[str, list[float]]:
         "Hyperparameters of every step of this fit, by fastai's names, of the last param group."
-        return self._steps.columns() if self._hps is None else self._hps
+        given = self.steps.given_hps
+        return self.steps.columns() if given is None else given
 
     @hps.setter
     def hps(self, hps: dict[str, list[float]]) -> None:
-        self._hps = hps
+        self.steps.given_hps = hps
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
-        current = self._metrics_by_depth[1]
+        current = self._of_fit
+        is_training = current.is_training
         return {
             'history': [to_storable(row) for row in self.history],
             'n_fits': self.n_fits,
             'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
-            'skipped': torch.tensor(self._skipped, dtype=torch.int64),
-            'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
+            'skipped': torch.tensor(self.steps.skipped, dtype=torch.int64),
+            'keys': {name: dict(columns) for name, columns in self.columns.of_keys.known.items()},
             'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
-            'logged_names': list(self._logged),
-            'unshown': sorted(name for name in self._logged if not self.is_shown(name)),
-            'steps': self._steps.state_dict(),
+            'logged_names': list(self.logged_names),
+            'unshown': sorted(name for name, shown in self.logged_names.items() if not shown),
+            'steps': self.steps.state_dict(),
             'open': {
                 **current.state_dict(),
-                'n_before': self._n_before if self._is_epoch_open else 0,
-                'metrics': metric_states(self._train) if self._is_epoch_open else None,
+                'n_before': current.n_before if is_training else 0,
+                'metrics': metric_states(self._train) if is_training else None,
             },
-            'seconds': perf_counter() - current.started if self._is_epoch_open else 0.0,
+            'seconds': perf_counter() - current.started if is_training else 0.0,
         }
 
     @override
@@ -588,22 +485,22 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values = L(map(L, sd['values']))
         self.iters = L(list(sd['iters']))
-        self._logged = {name: name not in sd['unshown'] for name in sd['logged_names']}
-        self._metric_columns = MetricColumns(sd['keys'])
-        self._steps.load_state_dict(sd['steps'])
+        self.logged_names = {name: name not in sd['unshown'] for name in sd['logged_names']}
+        self.columns = Columns(self, sd['keys'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
-        self._losses = []
-        self._skipped = sd['skipped'].tolist()
+        self.steps = StepLog(self.smooth_loss)
+        self.steps.load_state_dict(sd['steps'])
+        self.steps.skipped = sd['skipped'].tolist()
         # outside a fit: the measurements of the last fit
-        self._metrics_by_depth[1].load_state_dict(sd['open'])
+        self._of_fit.load_state_dict(sd['open'])
         if getattr(self.learn, 'fitting', False):
             self._reopen(sd['open'], sd['seconds'])
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Continue the measurements of the epoch in progress."
-        current = self._metrics_by_depth[1]
+        current = self._of_fit
         current.started = perf_counter() - seconds
-        self._n_before = sd['n_before']
+        current.n_before = sd['n_before']
         self.log = L([self.learn.epoch, *current.values.values()])
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
@@ -629,7 +526,7 @@ def find_column(cb: Any, monitor: str) -> int:
     "Return the index of a column in `recorder.values[-1]`; raise `MetricError` if unknown."
     recorder = records(cb)
     if monitor not in recorder.metric_names:
-        recorder.find_keys()
+        recorder.columns.find_keys()
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)

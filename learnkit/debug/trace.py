@@ -104,7 +104,7 @@ def explain(learn: Learner, *, event_name: str) -> Handlers:
 def list_metric_names(learn: Learner) -> dict[str, str]:
     "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
-    columns = recorder.list_columns() if recorder is not None else []
+    columns = recorder.columns.list_names() if recorder is not None else []
     declared: dict[str, str] = {}
     for cb in learn.cbs:
         metric_names = getattr(type(cb), 'metric_names', None)

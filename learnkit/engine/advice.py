@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the first batches, and explanations of errors of the model, the loss and the backward pass."""
+"""Checks of the first batches: predictions, targets, the loss, metrics, and what callbacks made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from learnkit.core.batch import describe
-from learnkit.core.errors import BatchError, CancelException, LossError, add_note, list_places
+from learnkit.core.activation import outputs_of
+from learnkit.core.batch import apply_model, describe, form_of, map_tensors, unpack_output
+from learnkit.core.errors import LossError, MetricError, TimeError
 from learnkit.core.model import name_of
+from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
     check_class_scores,
     check_pairing,
-    loss_hint,
-    model_hint,
-    precision_hint,
     warn_of_order,
+    warn_user,
 )
+from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.engine.callback import Callback
+from learnkit.engine.counters import sample_count, token_count
 from learnkit.engine.loss_weights import check_is_mean
+from learnkit.engine.run import preserved_state
+from learnkit.engine.snapshot import preserved_forward
+from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
+from learnkit.metrics.base import Metric, measured_pred
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -57,85 +66,165 @@ class Advice:
             check_is_mean(learn, pred)
 
 
-# -- errors ----------------------------------------------------------------------------------------
+# -- counters and the loss ---------------------------------------------------------------------------
 
 
-def explain_error(learn: Learner, e: BaseException) -> BaseException:
-    """Return the error to raise for an error inside a batch: `e` with a note, or a clearer one.
+def check_counted(learn: Learner) -> None:
+    "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
+    counters = learn.parts.counters
+    needed, counters.needed = counters.needed, []
+    for time in needed:
+        is_tokens = time.unit == 'tok'
+        if not (token_count(learn) if is_tokens else sample_count(learn)):
+            what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
+            raise TimeError(
+                f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
+                f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
+            )
 
-    Where it was raised is read from the state of the batch: without a prediction in the model,
-    without `loss_grad` in the loss function, otherwise in the backward pass or the step.
+
+class LossCheck:
+    "Check that callbacks change `loss_grad`, which is minimized, and not only its copy `loss`."
+
+    def __init__(self, learn: Learner) -> None:
+        self.learn = learn
+        self._before: list[Any] = []  # graph nodes before the callbacks changed the losses
+
+    def note(self) -> None:
+        "Note the losses of the batch."
+        self._before = self._list_nodes()
+
+    def check(self) -> None:
+        "Warn if a callback has changed `loss` but not `loss_grad` since."
+        before, now = self._before, self._list_nodes()
+        self._before = []
+        if before and before[0] is not now[0] and before[1] is now[1]:
+            warn_user(
+                'A callback has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`: to '
+                'train on another loss, set `self.learn.loss_grad`, and then `self.learn.loss` to record it.'
+            )
+
+    def _list_nodes(self) -> list[Any]:
+        "Return the nodes of `loss` and `loss_grad` in the graph, which any operation replaces, also in-place."
+        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
+        return [getattr(value, 'grad_fn', None) for value in values]
+
+
+def may_change_loss(learn: Learner) -> bool:
+    "Return True if callbacks from outside the package run between the loss and the backward pass."
+    table = learn.parts.callbacks.plain_tables[True]
+    handlers = [*table['after_loss'], *table['before_backward']]
+    return any(_is_of_user(cb) for _, _, cb in handlers)
+
+
+def _is_of_user(cb: Any) -> bool:
+    "Return True for a callback whose handlers are from outside the package."
+    return type(cb) is Callback or not type(cb).__module__.startswith('learnkit.')
+
+
+def warn_of_plain_loss(
+    learn: Learner,
+    cb: Callback,  # callback that has blended the inputs
+) -> None:
+    "Warn of a custom loop that computes the loss of blended inputs without `compute_loss`."
+    warn_user(
+        f'{type(cb).__name__} has blended the inputs of the batch, and the loss was not blended: '
+        f'compute it in {type(learn).__name__} by `self.compute_loss(pred)`.'
+    )
+
+
+# -- metrics -----------------------------------------------------------------------------------------
+
+
+def contains_activation(loss_func: Any) -> str:
+    "Return 'softmax' or 'sigmoid' if a loss function of logits contains one, else an empty string."
+    return outputs_of(loss_func).contains
+
+
+def warn_of_activation(learn: Learner) -> None:
+    """Warn of a model that ends with the softmax or sigmoid that its loss function contains.
+
+    Checks the last layer and, on the CPU, where reading values needs no sync, whether the predictions sum to 1.
     """
-    if isinstance(e, AttributeError) and e.name == 'loss_grad' and learn.training:
-        return _explain_no_loss(learn)
-    if list_places(e) or isinstance(e, CancelException) or not isinstance(e, Exception):
-        return e
-    state = learn.__dict__
-    if learn.batch is None:
-        return e
-    if 'pred' not in state:
-        return _explain_model(learn, e)
-    if 'loss_grad' not in state:
-        return _explain_loss(learn, e)
-    return _explain_backward(learn, e) if learn.training else e
-
-
-def _explain_model(learn: Learner, e: Exception) -> Exception:
-    if not isinstance(learn.xb, (tuple, list)):
-        return _make_tuple_error(learn, 'xb', 'x')
-    hint = model_hint(learn.xb, learn.model, e)
-    add_note(e, f'{type(learn.model).__name__} got {describe(learn.xb)}{hint}')
-    return e
-
-
-def _explain_loss(learn: Learner, e: Exception) -> Exception:
-    if not isinstance(learn.yb, (tuple, list)):
-        return _make_tuple_error(learn, 'yb', 'y')
-    if isinstance(e, LossError) or learn.loss_func is None:
-        return e
-    what = f'{describe(learn.pred)} and the targets {describe(learn.yb)}'
-    hint = loss_hint(learn.loss_func, learn.pred, learn.yb, e)
-    add_note(e, f'{name_of(learn.loss_func)} got {what}{hint}')
-    return e
-
-
-def _explain_backward(learn: Learner, e: Exception) -> Exception:
-    loss = learn.loss_grad
-    if not isinstance(loss, Tensor) or not isinstance(e, RuntimeError):
-        return e
-    if loss.numel() != 1:
-        return LossError(
-            f'The loss has shape {tuple(loss.shape)}; one number is needed to learn '
-            "from. Use reduction='mean', or return loss.mean()."
+    kind = contains_activation(learn.loss_func)
+    *_, last = learn.model.modules()
+    layers = {'softmax': torch.nn.Softmax, 'sigmoid': torch.nn.Sigmoid}
+    if not kind:
+        return
+    is_last = isinstance(last, layers[kind])
+    if is_last or (kind == 'softmax' and _are_probabilities(vars(learn).get('pred'))):
+        warn_user(
+            f'The model ends with a {kind}, and the loss function {name_of(learn.loss_func)} contains another one, '
+            f'which makes gradients far too small. Leave the {kind} out of the model: `get_preds` returns '
+            'probabilities in any case.'
         )
-    if not loss.requires_grad:
-        return LossError(
-            'The loss does not depend on any parameter that requires a gradient. Is the model '
-            'frozen, or was the loss detached, computed under no_grad, or turned into a number and '
-            'back?'
-        )
-    hint = precision_hint(learn.yb, learn.model)
-    hint = hint or loss_hint(learn.loss_func, learn.pred, learn.yb, e)
-    if hint:
-        add_note(e, f'The targets are {describe(learn.yb)}{hint}')
-    return e
 
 
-def _explain_no_loss(learn: Learner) -> Exception:
-    if learn.loss_func is None:
-        return LossError(
-            f'No loss function: {type(learn.model).__name__} gave {describe(learn.pred)}, '
-            'without a loss of its own. Pass `loss_func=`, for example '
-            'torch.nn.functional.cross_entropy.'
-        )
-    return BatchError(
-        f'The training batch {describe(learn.batch)} has no targets, so there is no loss to '
-        'learn from. Give (input, target) batches, or set `self.learn.yb` in before_batch.'
-    )
+def _are_probabilities(pred: Any) -> bool:
+    "Return True for scores (B, C, ...) of two classes or more on the CPU that are positive and sum to 1."
+    if not isinstance(pred, Tensor) or not pred.is_cpu or not pred.is_floating_point():
+        return False
+    if pred.ndim < 2 or pred.shape[1] < 2 or not pred.numel():
+        return False
+    scores = pred.detach().float()
+    return bool((scores >= 0).all() and ((scores.sum(1) - 1).abs() < 1e-2).all())
 
 
-def _make_tuple_error(learn: Learner, name: str, entry: str) -> BatchError:
-    return BatchError(
-        f'`{name}` is {describe(getattr(learn, name))}, not a tuple: write '
-        f'`self.learn.{name} = ({entry},)`.'
-    )
+def check_metrics(learn: Learner, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
+    """Try the metrics on the current training batch; return the values of metric functions by name.
+
+    Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
+    that fails is therefore tried again on a validation batch, and accepted if no batch is available. A custom
+    training loop may have no predictions yet; then no metric is tried. Raises `MetricError`.
+    """
+    values: dict[str, Any] = {}
+    if 'pred' not in vars(learn):
+        return values
+    with preserved_rng():
+        for m in train:
+            values[m.name] = _try_metric(m, learn)
+        n_batches_of_each = [n_batches(dl) for _, dl in evaluation_loaders(learn.dls)]
+        for m in valid:
+            if isinstance(m, AvgMetric) and any(n != 1 for n in n_batches_of_each):
+                warn_unless_mean(m, learn)
+            try:
+                values[m.name] = _try_metric(m, learn)
+            except MetricError:
+                for _ in first_validation_batches(learn):
+                    values[m.name] = _try_metric(m, learn)
+    return values
+
+
+def _try_metric(m: Metric, learn: Learner) -> Any:
+    "Check a metric on copies of the batch; return the value of a metric function."
+    pred, yb = map_tensors((measured_pred(learn), learn.yb), lambda t: t.detach().clone())
+    if isinstance(m, AvgMetric):
+        warn_of_order(m.func)
+        try:
+            check_pairing(m.func, pred, yb)
+        except LossError as e:
+            warn_user(str(e))
+    return dry_run(m, pred, yb)
+
+
+def first_validation_batches(learn: Learner) -> Iterator[str]:
+    """Predict on the first batch of each validation loader, and yield the loader's name; restore the state afterwards.
+
+    Yields nothing if callbacks change the batches.
+    """
+    events = ('after_draw', 'before_batch', 'before_pred', 'after_pred')
+    if any(learn.ordered_cbs(name, False) for name in events):
+        return
+    with preserved_state(learn), preserved_forward(learn.model), torch.no_grad():
+        learn.model.eval()
+        for name, dl in evaluation_loaders(learn.dls):
+            with preserved_generators(dl):
+                batches = iter(dl)
+                # a batch drawn from an iterator would be missing later
+                batch = None if batches is dl else next(batches, None)
+            if batch is None:
+                continue
+            learn.batch_form = form_of(learn.dls, name)
+            learn._split(learn._set_device(batch))
+            learn.pred = unpack_output(apply_model(learn.model, learn.xb))[0]
+            yield name

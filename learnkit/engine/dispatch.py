@@ -72,6 +72,8 @@ class CallbackSet:
         self.more_tables: list[HandlerTable] = []  # tables that may be in `tables`
         # callback and event of the handler that runs, and the entry of the outer one
         self.running: tuple[Any, str, Any] | None = None
+        # callbacks with their functions of the current run, by id of the callback and event
+        self.run_handlers: dict[tuple[int, str], tuple[Any, Callable[[], Any]]] = {}
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)
@@ -161,6 +163,35 @@ class CallbackSet:
             check_handlers(cb)
         sort_callbacks([*(cb for cb in self.items if id(cb) not in removed), *cbs])
 
+    def add_run_handler(self, cb: Any, event: str, handler: Callable[[], Any]) -> None:
+        """Call a function at an event of training batches, in the turn of a callback, until the outermost run ends.
+
+        It replaces an earlier function of the same callback at this event.
+        """
+        self.run_handlers[id(cb), event] = cb, handler
+        self.refresh()
+
+    def check_once(
+        self,
+        cb: Any,
+        event: str,
+        check: Callable[[], Any],  # returns False if the batch has decided nothing
+    ) -> None:
+        "Call a check at an event of the first training batch that decides it; later batches have no cost."
+
+        def call() -> None:
+            if check() is not False:
+                self.run_handlers.pop((id(cb), event), None)
+                self.refresh()
+
+        self.add_run_handler(cb, event, call)
+
+    def end_run(self) -> None:
+        "Drop the functions of the run that ends."
+        if self.run_handlers:
+            self.run_handlers = {}
+            self.refresh()
+
     def call_one(self, cb: Any, name: str) -> None:
         "Run one callback's handler of an event, also if the callback is switched off."
         for handler, _, owner in self.plain_tables[bool(self.learn.training)][name]:
@@ -205,6 +236,9 @@ class CallbackSet:
                 for table in self.plain_tables:
                     if runs_inner[table.training] if is_inner else runs_outer:
                         table[event].append((handler, switch, cb))
+            for (_, event), (owner, handler) in self.run_handlers.items():
+                if owner is cb and runs_inner[True]:
+                    self.plain_tables[True][event].append((handler, switch, cb))
         for event in moved:
             for table in self.plain_tables:
                 table[event].sort(key=lambda entry: _find_place(entry[2], event))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from learnkit.core.errors import TimeError
 from learnkit.core.time import Time, Timestamp, count_crossings
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.explain import explain_error
 from learnkit.engine.positions import ends_iteration
 from learnkit.engine.run import preserved_state
 

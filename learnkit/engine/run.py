@@ -26,13 +26,13 @@ from learnkit.core.model import check_can_run, preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
-from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import (
     format_place,
     list_running,
 )
 from learnkit.engine.events import LEVELS
+from learnkit.engine.explain import explain_error
 from learnkit.engine.fields import RESTORED
 from learnkit.engine.whole_batch import HOLDER, whole_batch_seams
 
@@ -185,6 +185,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     run = learn.run
     if error is not None:
         forget_run(learn)
+    learn.parts.callbacks.end_run()
     learn.parts.positions.close()
     learn.run.resuming = None
     learn.resumed = False

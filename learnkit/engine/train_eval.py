@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation mode of the modules, the start of a run, and the callbacks that begin and skip epochs."""
+"""Training and evaluation mode of the modules, and the callbacks that begin a run and skip epochs."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from learnkit.core.batch import describe
-from learnkit.core.errors import CancelEpochException, TimeError
+from learnkit.core.batch import find_bs, size_func_of
+from learnkit.core.errors import BatchError, CancelEpochException
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
-from learnkit.core.validation import warn_user
+from learnkit.engine.advice import LossCheck, check_counted, may_change_loss
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import sample_count, token_count
+from learnkit.engine.counters import token_count
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -86,20 +87,6 @@ class Modes:
             wrapper.training = '' not in eval_now
 
 
-def _begin_run(learn: Learner) -> None:
-    "Set the counters of a fit, or of an evaluation outside a fit, to its start, and move the model to its device."
-    learn.loss = torch.tensor(0.0)
-    if learn.fitting or not learn.run.depth:
-        learn.epoch = 0
-        learn.train_iter = 0
-        learn.pct_train = 0.0
-        learn.parts.modes.begin_fit()
-    move_to_device(learn)
-    reset: Any = getattr(learn.model, 'reset', None)
-    if reset is not None:
-        reset()
-
-
 class TrainEvalCallback(Callback):
     """Update the counters, and set the model's device and its training or evaluation mode.
 
@@ -121,50 +108,29 @@ class TrainEvalCallback(Callback):
     runs_last = ('before_backward',)
 
     def before_fit(self) -> None:
-        _begin_run(self.learn)
+        "Set the counters of a fit, or of an evaluation outside a fit, to its start, and move the model to its device."
+        learn = self.learn
+        learn.loss = torch.tensor(0.0)
+        if learn.fitting or not learn.run.depth:
+            learn.epoch = 0
+            learn.train_iter = 0
+            learn.pct_train = 0.0
+            learn.parts.modes.begin_fit()
+        move_to_device(learn)
+        reset: Any = getattr(learn.model, 'reset', None)
+        if reset is not None:
+            reset()
 
     def before_train(self) -> None:
-        self.learn.parts.modes.train(self.learn)
-        if self.learn.parts.counters.needed:
-            self.before_batch = self._check_counted  # type: ignore[method-assign]
-        table = self.learn.parts.callbacks.plain_tables[True]
-        handlers = [*table['after_loss'], *table['before_backward']]
-        if not self.learn.train_iter and any(_is_of_user(cb) for _, _, cb in handlers):
-            self.after_loss = self._note_loss  # type: ignore[method-assign]
-            self.before_backward = self._check_loss  # type: ignore[method-assign]
-
-    def _check_counted(self) -> None:
-        "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
-        del self.before_batch
         learn = self.learn
-        needed, learn.parts.counters.needed = learn.parts.counters.needed, []
-        for time in needed:
-            is_tokens = time.unit == 'tok'
-            if not (token_count(learn) if is_tokens else sample_count(learn)):
-                what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
-                raise TimeError(
-                    f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
-                    f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
-                )
-
-    def _note_loss(self) -> None:
-        del self.after_loss
-        self._nodes = self._list_nodes()
-
-    def _check_loss(self) -> None:
-        "Warn if a callback has changed `loss` but not `loss_grad` in the first batch."
-        del self.before_backward
-        before, now = vars(self).pop('_nodes', None), self._list_nodes()
-        if before and before[0] is not now[0] and before[1] is now[1]:
-            warn_user(
-                'A callback has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`: to '
-                'train on another loss, set `self.learn.loss_grad`, and then `self.learn.loss` to record it.'
-            )
-
-    def _list_nodes(self) -> list[Any]:
-        "Return the nodes of `loss` and `loss_grad` in the graph, which any operation replaces, also in-place."
-        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
-        return [getattr(value, 'grad_fn', None) for value in values]
+        learn.parts.modes.train(learn)
+        callbacks = learn.parts.callbacks
+        if learn.parts.counters.needed:
+            callbacks.check_once(self, 'before_batch', partial(check_counted, learn))
+        if not learn.train_iter and may_change_loss(learn):
+            loss = LossCheck(learn)
+            callbacks.check_once(self, 'after_loss', loss.note)
+            callbacks.check_once(self, 'before_backward', loss.check)
 
     def before_validate(self) -> None:
         self.learn.parts.modes.evaluate(self.learn)
@@ -177,7 +143,10 @@ class TrainEvalCallback(Callback):
             share = learn.pct_train + 1.0 / (learn.n_iter * learn.n_epoch)
             learn.pct_train = min(share, 1.0)  # rounding may exceed 1
         counters.batches += 1
-        counters.samples += sample_count(learn)
+        try:
+            counters.samples += find_bs(learn.xb, learn.yb, size_func_of(learn))
+        except BatchError:
+            pass  # the number of samples is unknown
         if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
             counters.tokens += token_count(learn)
 
@@ -187,9 +156,6 @@ class TrainEvalCallback(Callback):
 
     def cleanup(self) -> None:
         self.learn.parts.modes.saved = []
-        for name in ('before_batch', 'after_loss', 'before_backward', '_nodes'):
-            if name in vars(self):
-                delattr(self, name)
 
     @override
     def state_dict(self) -> dict[str, Any] | None:
@@ -207,11 +173,6 @@ def missing_train_eval(learn: Learner) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
     has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.parts.callbacks)
     return [] if has_one else [TrainEvalCallback()]
-
-
-def _is_of_user(cb: Any) -> bool:
-    "Return True for a callback whose handlers are from outside the package."
-    return type(cb) is Callback or not type(cb).__module__.startswith('learnkit.')
 
 
 class SkipToEpoch(Callback):

@@ -204,6 +204,40 @@ def test_a_handler_that_is_given_later_runs() -> None:
 # Names that are taken, keys, redefinition
 
 
+def test_a_check_runs_in_the_turn_of_its_callback_until_it_has_decided() -> None:
+    seen: list[str] = []
+
+    def add_check(cb: Any) -> None:
+        cb.learn.parts.callbacks.check_once(cb, 'after_batch', check)
+
+    def check() -> bool:
+        seen.append('check')
+        return seen.count('check') == 2
+
+    first = Noted('a', seen, 'after_batch', order=1, run_valid=False)
+    last = Noted('z', seen, 'after_batch', order=9, run_valid=False)
+    checking = Callback(before_train=add_check, order=5)
+    bare(last, checking, first, n_train=3).fit(1)
+    assert seen == ['a', 'check', 'z', 'a', 'check', 'z', 'a', 'z']
+
+
+def test_a_handler_of_a_run_is_called_in_training_only_and_leaves_with_the_run() -> None:
+    seen: list[bool] = []
+
+    def add_handler(cb: Any) -> None:
+        callbacks = cb.learn.parts.callbacks
+        for _ in range(2):  # the second replaces the first
+            callbacks.add_run_handler(cb, 'after_pred', lambda: seen.append(cb.training))
+
+    cb = Callback(before_fit=add_handler)
+    learn = bare(cb, n_train=3, n_valid=2)
+    learn.fit(1)
+    assert seen == [True] * 3
+    learn.remove_cb(cb)
+    learn.fit(1)
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize(
     'cls',
     ['ModelCallback', 'FitCallback'],

@@ -129,6 +129,23 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
     assert [r['ba'] for r in other.recorder.evaluations] == expected
 
 
+def test_a_fit_inside_a_block_of_its_learner_records_alike() -> None:
+    def make() -> Any:
+        log = Callback(after_batch=lambda cb: cb.learn.log('number', cb.iter), run_valid=False)
+        return learner(log, eval_every='3ba')
+
+    straight, other, take = make(), make(), Take(4)
+    straight.add_cb(take)
+    with straight:
+        straight.fit(N_EPOCH)
+    with other:
+        other.fit(N_EPOCH, resume=take.states[0])
+    assert_recorded_alike(straight, other)
+    assert [row['number'] for row in other.history] == [2.0] * N_EPOCH
+    assert straight.recorder.measured == other.recorder.measured
+    assert straight.recorder.measured['valid_loss'] == straight.history[-1]['valid_loss']
+
+
 @pytest.mark.parametrize('microbatch', [2, 'auto'])
 def test_in_microbatches_and_between_two_steps(microbatch: Any) -> None:
     assert_recorded_alike(

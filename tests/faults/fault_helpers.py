@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import EVENTS, Callback, DataLoaders, Learner
-from learnkit.callbacks.hyperparam_log import HyperparamLog
+from learnkit.callbacks.step_log import StepLog
 from learnkit.core.errors import CancelException
 from learnkit.engine.events import LEVELS
 
@@ -170,7 +170,7 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
     found = set(vars(learn)) - {cb.name for cb in learn.cbs}
     assert found <= fresh()['keys'] | {'final_record'} | extra
     assert learn.loss_func.reduction == 'mean' if isinstance(learn.loss_func, nn.MSELoss) else True
-    assert not learn._open_blocks and 'before_backward' not in vars(learn.recorder)
+    assert not learn._open_blocks and not learn.parts.callbacks.run_handlers
     assert not learn.parts.modes.saved and all(cb.run for cb in learn.cbs)
     assert list(reachable_tensors(learn)) == []
     assert all(p.grad is None for p in learn.model.parameters())
@@ -183,7 +183,7 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     while todo:
         where, o = todo.pop()
         if id(o) in seen or isinstance(
-            o, (type, ModuleType, str, int, float, BaseException, HyperparamLog)
+            o, (type, ModuleType, str, int, float, BaseException, StepLog)
         ):
             continue  # an exception's frames are its own; the recorded numbers are of no run
         seen.add(id(o))

@@ -1,34 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyperparameters of every step, as one column of numbers each."""
+"""Log of the steps of a fit: the loss and the hyperparameters of each step."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.hyperparams import HYPERS, GroupKey, find_group_key
+
+if TYPE_CHECKING:
+    from learnkit.learner import Learner
 
 BLOCK = 4096  # number of steps that are converted together
 
 
-class HyperparamLog:
-    """Record the hyperparameters of a param group at every step; a value that is not a number is nan.
+class StepLog:
+    """Log of the steps of a fit, which a Recorder begins at the start of each fit.
 
-    The columns are those of the latest param group; a hyperparameter that earlier groups lacked is nan before.
+    The hyperparameters are one column of numbers each: those of the latest param group. A value that is not a number
+    is nan, as is a hyperparameter in the steps of earlier groups that lacked it.
 
-    >>> steps = HyperparamLog()
-    >>> for lr in (0.5, 0.25): steps.record({'lr': lr, 'betas': (0.9, 0.99), 'params': []})
+    >>> from types import SimpleNamespace
+    >>> steps, loss = StepLog(AvgSmoothLoss()), torch.tensor(1.0)
+    >>> for lr in (0.5, 0.25):
+    ...     group = {'lr': lr, 'betas': (0.9, 0.99), 'params': []}
+    ...     steps.record(SimpleNamespace(loss=loss, opt=SimpleNamespace(last_group=group)))
     >>> steps.columns()
     {'lr': [0.5, 0.25], 'mom': [0.9, 0.9], 'sqr_mom': [0.99, 0.99]}
+    >>> steps.losses
+    [tensor(1.), tensor(1.)]
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        smooth_loss: AvgSmoothLoss,  # losses of the steps
+    ) -> None:
+        self.smooth_loss = smooth_loss
+        self.skipped: list[int] = []  # numbers of the training batches that had no loss
+        self.given_hps: dict[str, list[float]] | None = None  # set by a user, in place of `columns`
+        self._losses: list[Tensor] = []  # smoothed losses that were read
         self._group: Mapping[str, Any] | None = None  # current param group
         self._places: dict[str, GroupKey] = {}  # where the group has each hyperparameter
         self._has_tensor = False  # whether the group has a hyperparameter in a tensor
@@ -38,9 +55,14 @@ class HyperparamLog:
 
     def record(
         self,
-        group: Mapping[str, Any],  # param group as the step used it
+        learn: Learner,
+        weight: Any = 1,  # weight of the loss in the mean over the epoch
     ) -> None:
-        "Record one step."
+        "Record the loss of a step, and the hyperparameters that it used."
+        self.smooth_loss.accumulate(learn, weight)
+        if learn.opt is None:
+            return
+        group = learn.opt.last_group
         if group is not self._group:
             self._select_group(group)
         row = [group[key] for key, _ in self._places.values()]
@@ -50,6 +72,17 @@ class HyperparamLog:
         self._rows.append(row)
         if len(self._rows) == BLOCK:
             self._convert_rows()
+
+    @property
+    def losses(self) -> list[Tensor]:
+        "Smoothed loss of every step, as 0-dim tensors on the CPU."
+        smooth = self.smooth_loss.smooth
+        if len(self._losses) > len(smooth):
+            self._losses = []
+        new_losses = smooth[len(self._losses) :]
+        if new_losses:
+            self._losses += torch.tensor(new_losses, dtype=torch.float32).unbind()
+        return self._losses
 
     def release_group(self) -> None:
         "Drop the reference to the param group, which holds parameters."
@@ -75,19 +108,18 @@ class HyperparamLog:
         self._n_steps += len(rows)
 
     def columns(self) -> dict[str, list[float]]:
-        "Return the values of every step, by fastai's names of the hyperparameters."
+        "Return the hyperparameters of every step, by fastai's names."
         self._convert_rows()
         return {name: column.tolist() for name, column in self._columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        "Return a float64 tensor per hyperparameter."
+        "Return the hyperparameters, each as a float64 tensor."
         self._convert_rows()
         columns = {k: torch.from_numpy(np.array(v)) for k, v in self._columns.items()}
         return {'columns': columns}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        "Restore the recorded steps."
-        self.__init__()  # type: ignore[misc]
+        "Restore the hyperparameters of the recorded steps."
         for name, column in sd['columns'].items():
             self._columns[name] = array('d', column.tolist())
             self._n_steps = len(column)
