@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial, wraps
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
     from learnkit.optim.wrapper import OptimWrapper
 
+# attributes of the base class whose slightly different names are reported
+_OPTIONS = ('runs_first', 'runs_last', 'first_process_only')
 # prefixes of methods that display an object in a notebook; a callback does not take them from the Learner
 SHOWN_ELSEWHERE = ('_repr_', '_ipython_')
 # worded as in fastai
@@ -120,7 +122,9 @@ class Callback:
     Callbacks run by `order`, then in the order of adding: to see the epoch's row in `self.history`, an `after_epoch`
     needs an `order` above the Recorder's 50, as in `Callback(after_epoch=f, order=60)`. `run_train = False` or
     `run_valid = False` skips the events of training or of evaluation batches. `run_in = 'fit'` skips all events of
-    `validate()` and `get_preds()`. Raising a Cancel exception skips the rest of its level.
+    `validate()` and `get_preds()`. Raising a Cancel exception skips the rest of its level. `runs_first` and
+    `runs_last` name events in which it runs before or after all other callbacks; with `first_process_only = True`
+    its handlers run in rank 0 only.
 
     A callback may start an evaluation from any of its events: `learn.validate(dl=...)`, `get_preds`, `show_results`.
     That evaluation calls all other callbacks, but not the callback itself: put code that changes the batches into a
@@ -149,6 +153,9 @@ class Callback:
     run_valid: bool = True  # whether the events of a batch run in evaluation
     run_before: Any = ()  # classes (or names) of callbacks that must run after this one
     run_after: Any = ()  # classes (or names) of callbacks that must run before this one
+    runs_first: Sequence[str] = ()  # events in which it runs before all other callbacks
+    runs_last: Sequence[str] = ()  # events in which it runs after all other callbacks
+    first_process_only: bool = False  # whether its handlers run in rank 0 only
     observer: bool = False  # changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None  # key in checkpoints; None: the callback's name, made unique
     learn: Learner = None  # type: ignore[assignment]  # the Learner, once added
@@ -429,7 +436,7 @@ def check_handlers(cb: Callback) -> None:
         if cls.__module__.startswith('learnkit.'):
             continue
         for name, member in vars(cls).items():
-            if trait := trait_like(name):
+            if trait := trait_like(name, _OPTIONS):
                 warn_user(
                     f'{type(cb).__name__}.{name} is not an attribute that learnkit asks for. Did you mean `{trait}`?'
                 )

@@ -97,7 +97,7 @@ def callback_names(learn: Learner) -> dict[str, str]:
     return {
         keys[id(cb)]: repr(cb) if type(cb) is Callback else type(cb).__name__
         for cb in learn.cbs
-        if not trait_of(cb, 'first_process_only') and trait_of(cb, 'needed_to_rewind')
+        if not getattr(cb, 'first_process_only', False) and trait_of(cb, 'needed_to_rewind')
     }
 
 

@@ -226,7 +226,8 @@ class CallbackSet:
         moved: set[str] = set()  # events that some callback takes first or last
         for cb in self.list_ordered():
             cls, switch = type(cb), self.switches[id(cb)]
-            moved.update(trait_of(cb, 'runs_first'), trait_of(cb, 'runs_last'))
+            if isinstance(cb, Callback):
+                moved.update(cb.runs_first, cb.runs_last)
             # a callback that takes every event, or is of fastai, has its own condition
             is_plain = isinstance(cb, Callback) and not takes_every_event(cls)
             runs_outer = not is_plain or cb.runs_at('before_fit', None)
@@ -556,7 +557,9 @@ class HandlerTable(dict[str, list[Entry]]):
 
 def _find_place(cb: Any, event: str) -> int:
     "Return -1 for a callback whose class takes an event before the other callbacks, 1 after them, else 0."
-    return (event in trait_of(cb, 'runs_last')) - (event in trait_of(cb, 'runs_first'))
+    if not isinstance(cb, Callback):
+        return 0
+    return (event in cb.runs_last) - (event in cb.runs_first)
 
 
 def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
@@ -566,7 +569,7 @@ def list_handlers(cb: Any, world: Comm) -> list[tuple[str, Callable[[], Any]]]:
     if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
         events = names.difference(METHODS)
         return [(name, partial(run_fastai_handler, cb, name)) for name in events]
-    if trait_of(cb, 'first_process_only') and not world.is_first:
+    if cb.first_process_only and not world.is_first:
         names = frozenset()
     found: dict[str, Callable[[], Any]] = {name: getattr(cb, name) for name in names}
     if takes_every_event(cls):

@@ -7,6 +7,7 @@ raises `KeyError` for a name that is not declared."""
 from __future__ import annotations
 
 from ast import literal_eval
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -33,9 +34,6 @@ _TABLE = """
   samples_per_step(bs) | None | a resume with other ranks | number of samples of a step, of batches of `bs` samples
   needs_events | True | custom loops | a warning names the callback if its events do not fire
   sets_lr | False | `ParamScheduler` | it sets the learning rate
-* runs_first | () | handler tables | names of events in which it runs before all other callbacks
-* runs_last | () | handler tables | names of events in which it runs after all other callbacks
-* first_process_only | False | handler tables | its handlers run in rank 0 only
   needs_whole | '' | strategy 'fsdp' | 'weights' or 'layers': it reads them whole, and is refused if they are divided
 * remove_on_find | False | `lr_find`, `find_batch_size`, `replay` | it is removed during `lr_find`
 * remove_on_fetch | False | `FetchPredsCallback` | it is removed while `FetchPredsCallback` predicts
@@ -68,7 +66,7 @@ def trait_of(cb: object, name: str) -> Any:
     Raises `KeyError` for a trait that is not declared in `TRAITS`.
 
     >>> class Quick: remove_on_find = True
-    >>> trait_of(Quick(), 'remove_on_find'), trait_of(Quick(), 'runs_first')
+    >>> trait_of(Quick(), 'remove_on_find'), trait_of(Quick(), 'nondeterministic_state')
     (True, ())
     """
     return own_attribute(cb, name, TRAITS[name].default)
@@ -81,16 +79,19 @@ def own_attribute(cb: object, name: str, default: Any = None) -> Any:
     return object.__getattribute__(cb, name) if is_own else default
 
 
-def trait_like(name: str) -> str | None:
+def trait_like(
+    name: str,
+    others: Sequence[str] = (),  # further names that may be meant
+) -> str | None:
     """Return the public trait that a slightly different name means, or None.
 
     >>> [trait_like(name) for name in ('remove_on_fnd', 'recieve_log', 'remove_on_find', 'find_logs')]
     ['remove_on_find', 'receive_log', None, None]
     """
-    if name in TRAITS:
+    if name in TRAITS or name in others:
         return None
     public = [trait.name for trait in TRAITS.values() if trait.is_public]
-    close = get_close_matches(name, public, n=1, cutoff=0.9)
+    close = get_close_matches(name, [*public, *others], n=1, cutoff=0.9)
     return close[0] if close else None
 
 
