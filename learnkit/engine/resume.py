@@ -23,6 +23,7 @@ from learnkit.engine.passes import (
 )
 
 if TYPE_CHECKING:
+    from learnkit.engine.callback import Callback
     from learnkit.learner import Learner
 
 # point of a checkpoint, and the point of the loop at which it is restored
@@ -61,6 +62,15 @@ class ResumeState:
         "Point of the loop at which the checkpoint is restored."
         return SAVE_POINTS[self.loop['place']]
 
+    def find_state(self, cb: Callback) -> Any:
+        "Return the state that the checkpoint has for a callback of the Learner, or None."
+        return self.state['callbacks'].get(cb.learn.parts.callbacks.keys[id(cb)])
+
+    def finished(self, unit: str) -> int:
+        "Return how much had finished in one unit of `learn.time`, as `learn.finished` does."
+        n: int = self.loop['done'][unit]
+        return n + self.loop['n_steps'] if unit == 'st' else n
+
     def keep(self) -> None:
         "Keep what is restored, whatever happens from here on."
         if self.before is not None:
@@ -75,6 +85,17 @@ class ResumeState:
             return stage
         name = self.path or 'The checkpoint'
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
+
+
+def find_unrestored(learn: Learner) -> ResumeState | None:
+    """Return the checkpoint from which the fit resumes, until it is restored; else None.
+
+    >>> from learnkit.testing import synth_learner
+    >>> find_unrestored(synth_learner()) is None
+    True
+    """
+    checkpoint: ResumeState | None = learn.parts.resuming
+    return checkpoint
 
 
 class CheckpointWriter(ABC):

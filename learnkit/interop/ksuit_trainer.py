@@ -16,6 +16,7 @@ from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import LossError
 from learnkit.core.model import model_device
+from learnkit.interop.adapter import list_adapters
 from learnkit.interop.composer_state import precision_of
 from learnkit.interop.ksuit_construct import Options, extend
 
@@ -76,7 +77,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Any]:
-        adapters = [cb for cb in self._adapter.learn.cbs if hasattr(type(cb), 'is_ksuit')]
+        adapters = list_adapters(self._adapter.learn, 'ksuit')
         return [cb.wrapped for cb in adapters if cb.wrapped is not None]
 
     @property

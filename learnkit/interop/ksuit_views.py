@@ -18,9 +18,9 @@ from learnkit.core.errors import LoaderError, MetricError, did_you_mean
 from learnkit.core.files import atomic_write
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.budget import Budget
+from learnkit.engine.lengths import find_length
 from learnkit.interop.composer_state import log_as_named
-from learnkit.interop.hooks import send_to_loggers
+from learnkit.interop.hooks import find_budget, send_to_loggers
 from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
 
@@ -73,14 +73,14 @@ class UpdateCounter:
         learn = self._adapter.learn
         start = self._adapter.started_at
         bs = self._adapter.batch_size
-        budget = next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
-        if budget:
+        budget = find_budget(learn)
+        if budget is not None:
             return self._find_budget_end(budget.total)
         if not isinstance(learn.n_epoch, int):
             return Progress()
         end = start.epoch + learn.n_epoch
         per_epoch = self._adapter.updates_per_epoch()
-        n = learn.parts.lengths.find(learn.dls.train)
+        n = find_length(learn, learn.dls.train)
         return Progress(end, per_epoch and end * per_epoch, end * n * bs if n and bs else None)
 
     def _find_budget_end(self, total: Time) -> Progress:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from fastcore.basics import camel2snake
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -17,15 +16,9 @@ from learnkit.core.kinds import DATA, DATA_MODULE, LIGHTNING_TRAINER, explain_ki
 from learnkit.core.time import as_time
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.dispatch import as_callback, as_list
-from learnkit.interop.hooks import (
-    LIGHTNING_BASES,
-    check_style,
-    load_state,
-    own_hooks,
-    state_of,
-)
+from learnkit.interop.adapter import CallbackAdapter, find_or_add
+from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
 from learnkit.interop.lightning_run import (
     HOOKS,
     REPLACED,
@@ -137,45 +130,22 @@ def name_loaders(valid: Any) -> Any:
     return {f'valid_{i}': dl for i, dl in enumerate(valid)} if len(valid) > 1 else valid[0]
 
 
-class _FromLightning(Callback):
+class _FromLightning(CallbackAdapter):
     "Hold a callback of Lightning, and its state; `LightningRun` calls its hooks."
 
     order = 60
-    remove_on_find = True
-    is_lightning = True
+    library = 'lightning'
+    style = 'Lightning'
 
     def __init__(self, cb: Any) -> None:
-        check_style(cb, HOOKS, own_hooks(cb, HOOKS), 'Lightning', 'from_lightning')
+        self.wrap(cb, HOOKS, own_hooks(cb, HOOKS))
         check_has_trainer(cb)
-        note_attributes(cb)
-        self.wrapped = cb
-
-    @property
-    @override
-    def name(self) -> str:
-        return f'lightning_{camel2snake(type(self.wrapped).__name__)}'
-
-    def __repr__(self) -> str:
-        return f'from_lightning({type(self.wrapped).__name__})'
 
     def on_added(self) -> None:
         "Have the hooks called by the Learner's `LightningRun`, and give the callback its `log`."
-        run = next((cb for cb in self.learn.cbs if isinstance(cb, LightningRun)), None)
-        if run is None:
-            run = LightningRun()
-            self.learn.add_cbs(run)
-        run.bind_events()
-        self.wrapped.log, self.wrapped.log_dict = run.logged.log, run.logged.log_dict
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state."
-        return {'callback': state_of(self.wrapped)}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the callback's state."
-        load_state(self.wrapped, sd['callback'])
+        host = find_or_add(self.learn, LightningRun)
+        host.bind_events()
+        self.wrapped.log, self.wrapped.log_dict = host.logged.log, host.logged.log_dict
 
 
 def check_has_trainer(cb: Any) -> None:

@@ -19,6 +19,7 @@ from learnkit.core.errors import CancelEpochException, ModelError, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import decode
+from learnkit.interop.adapter import list_adapters
 from learnkit.interop.hooks import (
     LIGHTNING_BASES,
     keep_plain,
@@ -131,7 +132,7 @@ class LightningRun(Callback):
 
     def list_callbacks(self) -> list[Any]:
         "Return Lightning's callbacks in its order: those that write checkpoints last."
-        wrapped = [cb.wrapped for cb in self.learn.cbs if hasattr(type(cb), 'is_lightning')]
+        wrapped = [cb.wrapped for cb in list_adapters(self.learn, 'lightning')]
         return sorted(wrapped, key=lambda cb: self.is_kind(cb, 'Checkpoint'))
 
     def is_kind(self, cb: Any, *names: str) -> bool:
