@@ -180,24 +180,24 @@ class LightningLearner(Learner):
         adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
         check_source(dls)
         given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
-        run = self._lightning = LightningRun(module, **given)
+        host = self._host = LightningRun(module, **given)
         if hasattr(dls, 'train_dataloader'):
-            run.trainer.datamodule = dls
-            dls.trainer = run.trainer
+            host.trainer.datamodule = dls
+            dls.trainer = host.trainer
         if 'validation_step' not in own:
             options.setdefault('eval_every', None)
         super().__init__(
             make_dls(module, dls),
             module,
-            opt_func=run.optimization.make_optimizers,
-            cbs=[run, *adapted],
+            opt_func=host.optimization.make_optimizers,
+            cbs=[host, *adapted],
             **options,
         )
 
     @override
     def fit(self, n_epoch: Any, *args: Any, **kwargs: Any) -> None:
         "Train as `Learner.fit`, with new optimizers of `configure_optimizers`."
-        trainer, length = self._lightning.trainer, as_time(n_epoch, 'ep')
+        trainer, length = self._host.trainer, as_time(n_epoch, 'ep')
         trainer.max_epochs = int(length.value) if length.unit == 'ep' else -1
         trainer.max_steps = int(length.value) if length.unit in ('st', 'ba') else -1
         if len(args) < 4:  # `reset_opt` is not given by position
@@ -206,38 +206,38 @@ class LightningLearner(Learner):
 
     @override
     def create_opt(self) -> None:
-        self._lightning.set_up()
+        self._host.set_up()
         super().create_opt()
         self.opt.seen = None  # parameters stay in the groups into which the module has put them
 
     @override
     def _set_device(self, b: Any) -> Any:
-        run = self._lightning
-        before, move, after = (run.find_hooks(name)[2] for name in TRANSFER_HOOKS)
+        host = self._host
+        before, move, after = (host.find_hooks(name)[2] for name in TRANSFER_HOOKS)
         if not (before or move or after):
             return super()._set_device(b)
-        index = run.loader_index() or 0
+        index = host.loader_index() or 0
         b = b if before is None else before(b, index)
-        device = run.trainer.strategy.root_device
+        device = host.trainer.strategy.root_device
         b = super()._set_device(b) if move is None else move(b, device, index)
         self.batch = b if after is None else after(b, index)
         return self.batch
 
     @override
     def train_batch(self) -> None:
-        self._lightning.optimization.train_batch()
+        self._host.optimization.train_batch()
 
     @override
     def evaluate_batch(self) -> None:
-        run = self._lightning
+        host = self._host
         if self.phase == 'predict':
-            name = 'predict_step' if hasattr(run.module, 'predict_step') else 'forward'
-            run.optimization.output = run.run_step(name)
+            name = 'predict_step' if hasattr(host.module, 'predict_step') else 'forward'
+            host.optimization.output = host.run_step(name)
             return
-        output = run.optimization.output = run.run_step(f'{run.stage}_step')
+        output = host.optimization.output = host.run_step(f'{host.stage}_step')
         loss = output.get('loss') if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            loss = run.logged.find_loss()
+            loss = host.logged.find_loss()
         if loss is not None:
             self.report_loss(loss)
 

@@ -19,6 +19,7 @@ from learnkit.core.errors import CancelEpochException, ModelError, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import decode
+from learnkit.engine.train_eval import keep_modes
 from learnkit.interop.adapter import list_adapters
 from learnkit.interop.hooks import (
     LIGHTNING_BASES,
@@ -226,6 +227,7 @@ class LightningRun(Callback):
         "Return the weight of a value that is logged now."
         return 1 if self._batch is None else size_of(self._batch)
 
+    @property
     def is_last_batch(self) -> bool:
         return self.learn.n_iter is not None and self.learn.iter + 1 == self.learn.n_iter
 
@@ -290,7 +292,7 @@ class LightningRun(Callback):
         if self.module is None:
             optimization.output = {'loss': learn.loss.detach()} if learn.training else learn.pred
         is_step = learn.training and not optimization.accumulates()
-        is_last = learn.training and self.is_last_batch()
+        is_last = learn.training and self.is_last_batch
         if is_step:
             optimization.step_schedulers('step', False)
         if is_last:
@@ -335,7 +337,7 @@ class LightningRun(Callback):
         elif getattr(self.module, 'hparams', None):
             send_to_loggers(learn, 'log_params', dict(self.module.hparams))
         # Lightning leaves the mode of each module as it is
-        learn.parts.modes.saved = [(m, m.training) for m in learn.model.modules()]
+        keep_modes(learn)
         self.fire_all('on_fit_start on_train_start')
 
     def before_train(self) -> None:
@@ -353,7 +355,7 @@ class LightningRun(Callback):
             self.logged.note_metrics()
         self.logged.publish(training=True)
         self.fire('on_train_epoch_end')
-        if self.is_last_batch():  # those of other batches had their step
+        if self.is_last_batch:  # those of other batches had their step
             self.optimization.step_schedulers('step', True)
         self.optimization.step_schedulers('epoch', True)
         self.logged.reset(training=True)

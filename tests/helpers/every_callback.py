@@ -30,6 +30,7 @@ from learnkit.debug.samples import LayerNorms
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.gather import BatchCollector, PredictionSink
+from learnkit.interop.adapter import CallbackAdapter
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 
@@ -49,10 +50,11 @@ def classes() -> list[type[Callback]]:
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
     } - {
         BatchCollector,
+        CallbackAdapter,
         LayerNorms,
         PredictionSink,
         StopBefore,
-    }  # parts of `get_preds` and `rewind`
+    }  # parts of `get_preds` and `rewind`, and a base that holds nothing
     return sorted(found, key=lambda c: c.__name__)
 
 
