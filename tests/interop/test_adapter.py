@@ -90,3 +90,15 @@ def test_adapters_use_public_names_only(path: Path) -> None:
             is_private = re.match(r'_[a-z]', node.attr) and owner == 'learn'
             private += [ast.unparse(node)] if is_private or node.attr == 'parts' else []
     assert not private
+
+
+def test_the_map_lists_the_names_of_the_engine_that_adapters_use() -> None:
+    page = Path(learnkit.__path__[0]).parent / 'docs' / 'architecture.md'
+    section = page.read_text('utf-8').partition('## What an adapter uses')[2].partition('\n## ')[0]
+    listed = set(re.findall(r'`(\w+)`', section))
+    used = set()
+    for path in PATHS:
+        for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+            if isinstance(node, ast.ImportFrom) and 'learnkit.engine' in (node.module or ''):
+                used.update(alias.name for alias in node.names)
+    assert used == listed - {'interop', 'CallbackAdapter'}
