@@ -127,6 +127,7 @@ class _FromComposer(CallbackAdapter):
     style = 'Composer'
     is_algorithm = False
     is_destination = False
+    host: ComposerRun  # the Learner's, set when the adapter is added
 
     def __init__(self, cb: Any) -> None:
         run_event, hooks = self._find_hooks(cb)
@@ -140,7 +141,6 @@ class _FromComposer(CallbackAdapter):
         self.types = types_for(cb)
         self._hooks = hooks
         self._run_event_hook = run_event.get('run_event')
-        self.host: Any = None  # the Learner's `ComposerRun`
         self._known_learner: Any = None  # weak reference to the Learner that `init` ran for
         self._trainer: ComposerTrainer | None = None
         self._has_loaded = False  # whether `before_load` and `after_load` ran
@@ -156,8 +156,7 @@ class _FromComposer(CallbackAdapter):
     @property
     def view(self) -> ComposerState:
         "State that all Composer callbacks of the Learner share."
-        state: ComposerState = self.host.view
-        return state
+        return self.host.view
 
     def _find_hooks(self, cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "Return the callback's `run_event`, and its methods named after events, by name."
@@ -198,7 +197,7 @@ class _FromComposer(CallbackAdapter):
             self._known_learner = ref(self.learn)
             self._has_loaded = False
             self._trainer = add_trainer(self.learn, self.is_destination)
-            model = bare_model(self.learn.model)
+            model: Any = bare_model(self.learn.model)
             if takes_batches(model) and hasattr(model, 'logger'):
                 model.logger = self.host.logs
             self._fire('init', '')

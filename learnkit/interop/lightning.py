@@ -19,13 +19,8 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.interop.adapter import CallbackAdapter, find_or_add
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
-from learnkit.interop.lightning_run import (
-    HOOKS,
-    REPLACED,
-    TRANSFER_HOOKS,
-    LightningRun,
-    find_class_names,
-)
+from learnkit.interop.lightning_host import TRANSFER_HOOKS, find_class_names
+from learnkit.interop.lightning_run import HOOKS, REPLACED, LightningRun
 from learnkit.learner import Learner
 
 TRAINER_OPTIONS = (

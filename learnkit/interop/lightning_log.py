@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.batch import tensors_in
 from learnkit.core.errors import FitError, MetricError, OptionError
 from learnkit.core.model import model_device
 from learnkit.engine.callback_state import decode, encode
@@ -206,9 +205,3 @@ class LoggedValues:
         for entry in self.entries.values():
             path = entry['metric']
             entry['metric'] = path and self.host.learn.model.get_submodule(path)
-
-
-def size_of(batch: Any) -> int:
-    "Return the number of samples of a batch as Lightning counts them: rows of the first tensor."
-    tensors = tensors_in(batch)
-    return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
