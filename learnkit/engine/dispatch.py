@@ -557,7 +557,7 @@ def log_to_callbacks(
     >>> log_to_callbacks(synth_learner(cbs=Show), 'valid_lr', 0.1)
     valid_lr 0.1
     """
-    for cb in learn.cbs if to is None else to:
+    for cb in (None,) if to is None else to:  # None stands for all of them
         learn.parts.callbacks.notify('receive_log', name, value, weight, shown, to=cb)
 
 
