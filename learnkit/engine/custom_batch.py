@@ -229,6 +229,26 @@ def optimize(
     return stepped
 
 
+def take_step(
+    learn: Learner,
+    only: str | None = None,  # name of the optimizer that steps; None: all of them
+    step: Callable[[], Any] | None = None,  # takes the step; None: the optimizer's own
+) -> None:
+    """Take a step of the optimizers with its events, after the gradients are computed.
+
+    Raises `StepPutOff`, which ends the batch, while gradients accumulate for a later step.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=Callback(before_step=lambda cb: print('before')))
+    >>> learn.create_opt()
+    >>> take_step(learn)
+    before
+    """
+    with learn.parts.custom_batch.opened(learn, OptimizeCall(only)):
+        learn._take_step(step)
+
+
 def report_loss(
     learn: Learner,
     loss: Tensor | Mapping[str, Tensor],  # scalar, or dict of named parts

@@ -585,6 +585,26 @@ def list_handled(cls: type) -> frozenset[str]:
     return _HANDLED & {name for base in cls.__mro__ for name in vars(base)}
 
 
+def log_to_callbacks(
+    learn: Learner,
+    name: str,  # name of the column, which gets no prefix in an evaluation
+    value: Any,
+    weight: Any = 1,  # weight in the mean of the epoch; None: the latest value counts
+    shown: bool = True,  # whether the printed table has the column
+    to: Iterable[Any] | None = None,  # callbacks that receive it; None: all of the Learner's
+) -> None:
+    """Pass a value to the `receive_log` of callbacks, under exactly this name.
+
+    >>> from learnkit.testing import synth_learner
+    >>> class Show(Callback):
+    ...     def receive_log(self, name, value, weight, shown): print(name, value)
+    >>> log_to_callbacks(synth_learner(cbs=Show), 'valid_lr', 0.1)
+    valid_lr 0.1
+    """
+    for cb in (None,) if to is None else to:  # None stands for all of them
+        learn.parts.callbacks.notify('receive_log', name, value, weight, shown, to=cb)
+
+
 def is_fastai_callback(cb: object) -> bool:
     "Return True for a callback or class that follows fastai's protocol and does not inherit from `Callback`."
     cls = cb if isinstance(cb, type) else type(cb)

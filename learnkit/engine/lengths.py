@@ -117,8 +117,20 @@ def refer_to(o: Any) -> Callable[[], Any]:
         return lambda: o
 
 
+def find_length(learn: Learner, dl: Any) -> int | None:
+    """Return the number of batches of a loader, or None if it is unknown.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(n_train=3)
+    >>> find_length(learn, learn.dls.train)
+    3
+    """
+    n: int | None = learn.parts.lengths.find(dl)
+    return n
+
+
 def epoch_length(learn: Learner, dl: Any) -> tuple[int | None, int | None]:
     "Return the number of batches in an epoch of `dl`, or None, and the limit `n_iter` on it, or None."
-    n = learn.parts.lengths.find(dl)
+    n = find_length(learn, dl)
     limit = getattr(learn.dls, 'n_iter', None) if n is None and dl is learn.dls.train else None
     return (limit if n is None else n), limit

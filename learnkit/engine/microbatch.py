@@ -130,6 +130,19 @@ class Microbatches:
             warn_of_batch_norm(learn)
 
 
+def find_microbatch_size(learn: Learner) -> int | None:
+    """Return the number of samples of a microbatch, for 'auto' the size that fits into memory; None for whole batches.
+
+    >>> from learnkit.testing import synth_learner
+    >>> find_microbatch_size(synth_learner(microbatch=4)), find_microbatch_size(synth_learner())
+    (4, None)
+    """
+    size: Any = learn.microbatch
+    if size == 'auto':
+        size = learn.parts.microbatches.fitting_size
+    return size or None
+
+
 def to_dtype(weight: Any, dtype: torch.dtype) -> Any:
     "Convert a weight that is a tensor to the precision of the loss."
     return weight.to(dtype) if isinstance(weight, Tensor) else weight

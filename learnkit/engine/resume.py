@@ -23,6 +23,7 @@ from learnkit.engine.positions import (
 )
 
 if TYPE_CHECKING:
+    from learnkit.engine.callback import Callback
     from learnkit.learner import Learner
 
 # point of a checkpoint, and the point of the loop at which it is restored
@@ -64,6 +65,15 @@ class ResumeState:
     def make_source(self, positions: TrainingPositions) -> ResumedRun:
         "Return the epochs and batches that remain."
         return ResumedRun(positions, self)
+
+    def find_state(self, cb: Callback) -> Any:
+        "Return the state that the checkpoint has for a callback of the Learner, or None."
+        return self.state['callbacks'].get(cb.learn.parts.callbacks.keys[id(cb)])
+
+    def finished(self, unit: str) -> int:
+        "Return how much had finished in one unit of `learn.time`, as `learn.finished` does."
+        n: int = self.loop['done'][unit]
+        return n + self.loop['n_steps'] if unit == 'st' else n
 
     def keep(self) -> None:
         "Keep what is restored, whatever happens from here on."

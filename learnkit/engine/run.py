@@ -96,6 +96,37 @@ def clear_pass(learn: Learner) -> None:
     learn.__dict__.pop('loss_grad', None)
 
 
+def set_batch(learn: Learner, batch: Any) -> None:
+    """Replace the batch: set `xb` and `yb` from a batch as the loader returns it.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> set_batch(learn, (torch.zeros(2, 1), torch.ones(2, 1)))
+    >>> learn.yb
+    (tensor([[1.],
+            [1.]]),)
+    """
+    learn._split(batch)
+
+
+def run_level(
+    learn: Learner,
+    level: str,  # 'backward', 'step' ...
+    f: Callable[[], Any],
+) -> None:
+    """Run `f` as a level of the loop: with the level's events, and until its Cancel exception.
+
+    >>> from learnkit import Callback, CancelBackwardException
+    >>> from learnkit.testing import synth_learner
+    >>> def skip(): raise CancelBackwardException
+    >>> learn = synth_learner(cbs=Callback(after_backward=lambda cb: print('after')))
+    >>> run_level(learn, 'backward', skip)
+    after
+    """
+    __tracebackhide__ = True
+    learn._with_events(f, level, LEVELS[level].exception)
+
+
 @contextmanager
 def open_run(
     learn: Learner,

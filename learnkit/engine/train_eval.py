@@ -61,8 +61,12 @@ class Modes:
         learn.training = False
         model = learn.model
         if model.training:
-            self.saved = [(m, m.training) for m in model.modules()]
+            self.keep(model)
         model.eval()
+
+    def keep(self, model: nn.Module) -> None:
+        "Have the next training begin with the modes that the modules have now."
+        self.saved = [(m, m.training) for m in model.modules()]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         "Return the names of modules in evaluation mode, now and in training."
@@ -85,6 +89,22 @@ class Modes:
             module.training = name not in eval_now
         for wrapper in wrappers_of(model):
             wrapper.training = '' not in eval_now
+
+
+def keep_modes(learn: Learner) -> None:
+    """Keep the mode of each module in a fit that begins, which otherwise trains all modules.
+
+    To be called in `before_fit`.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout().eval())
+    >>> learn = synth_learner(model=model, cbs=Callback(before_fit=lambda cb: keep_modes(cb.learn)))
+    >>> with learn.no_bar(): learn.fit(1)
+    >>> model[1].training
+    False
+    """
+    learn.parts.modes.keep(learn.model)
 
 
 class TrainEvalCallback(Callback):

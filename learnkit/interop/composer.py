@@ -8,18 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from fastcore.basics import camel2snake
 from typing_extensions import override
 
 from learnkit.core.errors import add_place
 from learnkit.core.model import bare_model, takes_batches
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.events import EVENTS
-from learnkit.interop.composer_run import composer_run
-from learnkit.interop.composer_state import (
-    ComposerState,
-)
+from learnkit.interop.adapter import CallbackAdapter, find_or_add
+from learnkit.interop.composer_run import ComposerRun
+from learnkit.interop.composer_state import ComposerState
 from learnkit.interop.composer_time import (
     ALWAYS,
     EVAL,
@@ -33,7 +30,7 @@ from learnkit.interop.composer_time import (
     types_for,
 )
 from learnkit.interop.composer_trainer import ComposerTrainer, add_trainer
-from learnkit.interop.hooks import check_kind, check_style, load_state, own_hooks, state_of
+from learnkit.interop.hooks import check_kind, own_hooks
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -122,28 +119,28 @@ def from_composer(
     return _FromComposer(cb)
 
 
-class _FromComposer(Callback):
+class _FromComposer(CallbackAdapter):
     "Run a Composer callback at the Composer events of the Learner's events."
 
     order = 60
-    remove_on_find = True
-    is_composer = True
+    library = 'composer'
+    style = 'Composer'
     is_algorithm = False
     is_destination = False
+    host: ComposerRun  # the Learner's, set when the adapter is added
 
     def __init__(self, cb: Any) -> None:
-        self.wrapped = cb
         run_event, hooks = self._find_hooks(cb)
-        check_kind(cb, 'Composer', 'from_composer')
-        if not self.is_destination:
+        if self.is_destination:
+            check_kind(cb, self.style, 'from_composer')
+            self.hold(cb)
+        else:
             # other objects have a method `close`, too
             own = {name: hook for name, hook in hooks.items() if name not in CLOSING_HOOKS}
-            check_style(cb, HOOKS, {**run_event, **own}, 'Composer', 'from_composer')
-        note_attributes(cb)
+            self.wrap(cb, HOOKS, {**run_event, **own})
         self.types = types_for(cb)
         self._hooks = hooks
         self._run_event_hook = run_event.get('run_event')
-        self.host: Any = None  # the Learner's `ComposerRun`
         self._known_learner: Any = None  # weak reference to the Learner that `init` ran for
         self._trainer: ComposerTrainer | None = None
         self._has_loaded = False  # whether `before_load` and `after_load` ran
@@ -154,29 +151,20 @@ class _FromComposer(Callback):
 
     def on_added(self) -> None:
         "Take part in the counts of the Learner's Composer callbacks."
-        self.host = composer_run(self.learn)
+        self.host = find_or_add(self.learn, ComposerRun)
 
     @property
     def view(self) -> ComposerState:
         "State that all Composer callbacks of the Learner share."
-        state: ComposerState = self.host.view
-        return state
+        return self.host.view
 
     def _find_hooks(self, cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "Return the callback's `run_event`, and its methods named after events, by name."
         base = 'composer.core.callback'  # module of the base class, whose methods do nothing
         return own_hooks(cb, ['run_event'], base), own_hooks(cb, HOOKS, base)
 
-    @property
-    @override
-    def name(self) -> str:
-        return f'composer_{camel2snake(type(self.wrapped).__name__)}'
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, '_known_learner': None}
-
-    def __repr__(self) -> str:
-        return f'from_composer({type(self.wrapped).__name__})'
 
     def _has_hook_for(self, event: str) -> bool:
         "Return True if the callback has a hook for an event."
@@ -209,7 +197,7 @@ class _FromComposer(Callback):
             self._known_learner = ref(self.learn)
             self._has_loaded = False
             self._trainer = add_trainer(self.learn, self.is_destination)
-            model = bare_model(self.learn.model)
+            model: Any = bare_model(self.learn.model)
             if takes_batches(model) and hasattr(model, 'logger'):
                 model.logger = self.host.logs
             self._fire('init', '')
@@ -257,18 +245,6 @@ class _FromComposer(Callback):
         if self._run_event_hook and name != 'close':  # Composer has no event for `close`
             return partial(self._run_event_hook, self.types.Event(name), self.view, self.host.logs)
         return None if hook is None else partial(hook, self.view, self.host.logs)
-
-    # -- state -------------------------------------------------------------------------------------
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state."
-        return {'callback': state_of(self.wrapped)}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the callback's state."
-        load_state(self.wrapped, sd['callback'])
 
 
 class _FromAlgorithm(_FromComposer):

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.time import Timestamp
-from learnkit.engine.budget import Budget
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
 from learnkit.interop.composer_state import (
@@ -25,10 +24,8 @@ from learnkit.interop.composer_state import (
     wrap_values,
 )
 from learnkit.interop.composer_time import types_for
+from learnkit.interop.hooks import collect_epoch_values, find_budget
 from learnkit.metrics.averages import ModelMetric
-
-if TYPE_CHECKING:
-    from learnkit.learner import Learner
 
 
 class _Pass:
@@ -121,7 +118,7 @@ class ComposerRun(Callback):
         if not self.learn.fitting:
             return
         self.in_fit = True
-        self._n_previous_epochs = self.learn.parts.counters.epochs
+        self._n_previous_epochs = self.learn.finished('ep')
         self._given_end = self.unfinished_counts = None
         # a failed fit may not have reset these attributes
         self._is_epoch_over = False
@@ -237,8 +234,7 @@ class ComposerRun(Callback):
 
     def _measure_training(self) -> None:
         "Store the Recorder's training loss and metrics of the epoch."
-        recorder = recorder_of(self.learn)
-        values = {} if recorder is None else recorder.epoch_metrics.values
+        values = collect_epoch_values(self.learn)
         own = {k.removeprefix('train_'): v for k, v in values.items() if k.startswith('train_')}
         self._keep('train', own, {})
 
@@ -295,7 +291,7 @@ class ComposerRun(Callback):
             return self._given_end
         if not self.in_fit:
             return None
-        budget = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
+        budget = find_budget(self.learn)
         if budget is not None:
             unit = budget.total.unit
             return None if unit == 'st' else (budget.total_at_start + budget.total.value, unit)
@@ -339,12 +335,3 @@ class ComposerRun(Callback):
             self.passes[name].batches, self.passes[name].samples = counts
         self._values = {label: dict(values) for label, values in sd['measured'].items()}
         self.measured = {label: wrap_values(values) for label, values in self._values.items()}
-
-
-def composer_run(learn: Learner) -> ComposerRun:
-    "Return the Learner's `ComposerRun`, which is added if it is missing."
-    found = next((cb for cb in learn.cbs if isinstance(cb, ComposerRun)), None)
-    if found is None:
-        found = ComposerRun()
-        learn.add_cbs(found)
-    return found

@@ -18,9 +18,12 @@ from learnkit.core.batch import to_device
 from learnkit.core.errors import did_you_mean
 from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
-from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
-from learnkit.engine.traits import trait_of
+from learnkit.engine.dispatch import log_to_callbacks
+from learnkit.engine.lengths import find_length
+from learnkit.engine.microbatch import find_microbatch_size
+from learnkit.engine.run import set_batch
+from learnkit.interop.adapter import list_adapters
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
@@ -162,7 +165,7 @@ class ComposerState:
     @batch.setter
     def batch(self, batch: Any) -> None:
         if self._run.is_split:
-            self.learn._split(batch)
+            set_batch(self.learn, batch)
         else:
             self.learn.batch = batch
 
@@ -224,12 +227,11 @@ class ComposerState:
     @property
     def device_train_microbatch_size(self) -> Any:
         "Samples per microbatch (for 'auto', the current size), or per training batch without microbatches."
-        size = self.learn.microbatch
-        if size is None and not self._run.loader_kind:
+        learn = self.learn
+        if learn.microbatch is None and not self._run.loader_kind:
             return None
-        if size == 'auto':
-            size = self.learn.parts.microbatches.fitting_size
-        return size or batch_size_of(self.learn.dls.train) or sample_count(self.learn)
+        size = find_microbatch_size(learn)
+        return size or batch_size_of(learn.dls.train) or sample_count(learn)
 
     # -- parts of the Learner ----------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class ComposerState:
     @property
     def algorithms(self) -> list[Any]:
         "The Composer algorithms of the Learner, unwrapped."
-        return [cb.wrapped for cb in adapters_of(self.learn) if cb.is_algorithm]
+        return [cb.wrapped for cb in list_adapters(self.learn, 'composer') if cb.is_algorithm]
 
     @property
     def scaler(self) -> Any:
@@ -289,7 +291,7 @@ class ComposerState:
     @property
     def callbacks(self) -> list[Any]:
         "The Composer callbacks of the Learner, unwrapped."
-        return [cb.wrapped for cb in adapters_of(self.learn) if not cb.is_algorithm]
+        return [cb.wrapped for cb in list_adapters(self.learn, 'composer') if not cb.is_algorithm]
 
     @property
     def run_name(self) -> str:
@@ -339,7 +341,7 @@ class ComposerState:
     def dataloader_len(self) -> ComposerTime | None:
         "Number of batches of the loader; None if unknown."
         dl = self.dataloader
-        n = None if dl is None else self._run.learn.parts.lengths.find(dl)
+        n = None if dl is None else find_length(self.learn, dl)
         if self._run.given_loader is not None and self._run.given_loader[2] is not None:
             n = int(self._run.given_loader[2])
         return None if n is None else self._make_time(n, 'ba')
@@ -504,11 +506,6 @@ def label_of(dl_name: str) -> str:
     return 'eval' if dl_name == 'valid' else dl_name
 
 
-def adapters_of(learn: Learner) -> list[Any]:
-    "Return the callbacks of the Learner that `from_composer` created."
-    return [cb for cb in learn.cbs if hasattr(type(cb), 'is_composer')]
-
-
 def trainer_of(learn: Learner) -> Any:
     "Return the Learner's `ComposerTrainer`, or None."
     return next((cb for cb in learn.cbs if hasattr(type(cb), 'is_composer_trainer')), None)
@@ -542,11 +539,8 @@ def destinations_of(learn: Learner) -> list[Any]:
 
 def log_as_named(learn: Learner, name: str, value: Any) -> None:
     "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
-    for cb in learn.cbs:
-        if isinstance(cb, Callback) and not getattr(type(cb), 'is_destination', False):
-            receive = trait_of(cb, 'receive_log')
-            if receive is not None:
-                receive(name, value)
+    others = [cb for cb in learn.cbs if not getattr(type(cb), 'is_destination', False)]
+    log_to_callbacks(learn, name, value, to=others)
 
 
 class ComposerLogger:

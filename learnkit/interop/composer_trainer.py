@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fastcore.basics import noop
 
-from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.model import bare_model, preserved_modes, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import token_count
-from learnkit.interop.composer_run import composer_run
+from learnkit.interop.adapter import find_or_add, list_adapters
+from learnkit.interop.composer_run import ComposerRun
 from learnkit.interop.composer_state import (
-    adapters_of,
     destinations_of,
     label_of,
     measured_values,
     trainer_of,
 )
+from learnkit.interop.hooks import collect_measured
 from learnkit.metrics.averages import metrics_of_model
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class ComposerTrainer(Callback):
 
     def before_fit(self) -> None:
         "Log the names of the algorithms."
-        names = [type(cb.wrapped).__name__ for cb in adapters_of(self.learn) if cb.is_algorithm]
+        adapters = list_adapters(self.learn, 'composer')
+        names = [cb.wrapped_class.__name__ for cb in adapters if cb.is_algorithm]
         if self.learn.fitting and names:
             enabled = {f'enabled_algorithms/{name}': True for name in names}
             for cb in destinations_of(self.learn):
@@ -118,7 +119,7 @@ class ComposerTrainer(Callback):
 
     def after_train(self) -> None:
         "Log the metrics of the last batch of the epoch."
-        if self.batch_metrics and not composer_run(self.learn).ends_within_epoch():
+        if self.batch_metrics and not find_or_add(self.learn, ComposerRun).ends_within_epoch():
             self._log(self._compute_metrics)
 
     def after_validate(self) -> None:
@@ -134,7 +135,7 @@ class ComposerTrainer(Callback):
             self._log(partial(self._collect_counts, names))
 
     def _collect_batch_values(self) -> dict[str, Any]:
-        size = composer_run(self.learn).view.device_train_microbatch_size
+        size = find_or_add(self.learn, ComposerRun).view.device_train_microbatch_size
         return {
             'trainer/device_train_microbatch_size': size,
             'loss/train/total': self.learn.loss.item(),
@@ -146,14 +147,12 @@ class ComposerTrainer(Callback):
 
     def _collect_validation_values(self) -> dict[str, Any]:
         learn = self.learn
-        recorder = recorder_of(self.learn)
-        measured = {} if recorder is None else recorder.measured
-        values = measured_values(learn, measured)
+        values = measured_values(learn, collect_measured(learn))
         label = label_of(learn.dl_name)
         return {f'metrics/{label}/{name}': value for name, value in values.items()}
 
     def _collect_counts(self, names: Iterable[str]) -> dict[str, Any]:
-        counts = composer_run(self.learn).collect_counts()
+        counts = find_or_add(self.learn, ComposerRun).collect_counts()
         return {f'time/{name}': counts[name] for name in names}
 
     def _log(self, measure: Callable[[], dict[str, Any]]) -> None:

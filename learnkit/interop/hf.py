@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastcore.basics import camel2snake
 from typing_extensions import override
 
 from learnkit.callbacks.checkpoint import Checkpoint
-from learnkit.callbacks.recorder import recorder_of, records
+from learnkit.callbacks.recorder import records
 from learnkit.callbacks.training import GradientClip
 from learnkit.comm.dtensor import total_norm
 from learnkit.core.errors import CallbackError, CancelTrainException, add_place
@@ -24,10 +23,10 @@ from learnkit.core.model import bare_model
 from learnkit.core.watched import as_number, is_better
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.run import preserved_state
+from learnkit.interop.adapter import CallbackAdapter, find_or_add, list_adapters
 from learnkit.interop.hf_state import find_arguments, make_control, make_state
-from learnkit.interop.hooks import StandIn, check_style, load_state, own_hooks, state_of
+from learnkit.interop.hooks import StandIn, collect_measured, own_hooks
 
 HOOKS = tuple(
     'on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin '
@@ -81,43 +80,24 @@ def from_hf(
     return _FromHF(cb, args, processing_class)
 
 
-class _FromHF(Callback):
+class _FromHF(CallbackAdapter):
     "Hold a callback of Hugging Face's Trainer, which `TrainerRun` calls."
 
-    remove_on_find = True
+    library = 'hf'
+    style = "Hugging Face's Trainer"
+    saved_as = 'own'
 
     def __init__(self, cb: Any, args: Any, processing_class: Any) -> None:
         found = own_hooks(cb, HOOKS)
         # the base class defines all hooks, which do nothing
         self.hooks = {k: f for k, f in found.items() if not _is_of_base(f)}
-        check_style(cb, HOOKS, self.hooks, "Hugging Face's Trainer", 'from_hf')
-        note_attributes(cb)
-        self.wrapped = cb
+        self.wrap(cb, HOOKS, self.hooks)
         self.args = args
         self.processing_class = processing_class
 
     def on_added(self) -> None:
         "Take part in the counts of the Learner's callbacks of the Trainer."
-        if not any(isinstance(cb, TrainerRun) for cb in self.learn.cbs):
-            self.learn.add_cbs(TrainerRun())
-
-    @property
-    @override
-    def name(self) -> str:
-        return f'hf_{camel2snake(type(self.wrapped).__name__)}'
-
-    def __repr__(self) -> str:
-        return f'from_hf({type(self.wrapped).__name__})'
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state."
-        return {'own': state_of(self.wrapped)}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the callback's state."
-        load_state(self.wrapped, sd['own'])
+        find_or_add(self.learn, TrainerRun)
 
 
 @dataclass
@@ -156,7 +136,7 @@ class TrainerRun(Callback):
         "Call a hook of all callbacks, keep the control that they return, and stop if it says so."
         for name in RESETS.get(hook, ()):
             setattr(self.control, name, False)
-        callers = [cb for cb in self._list_adapters() if hook in cb.hooks]
+        callers = [cb for cb in list_adapters(self.learn, 'hf') if hook in cb.hooks]
         for cb in callers:
             try:
                 result = cb.hooks[hook](
@@ -168,9 +148,6 @@ class TrainerRun(Callback):
             self.control = self.control if result is None else result
         if callers and self.control.should_training_stop and self.learn.fitting:
             self.learn.stop()
-
-    def _list_adapters(self) -> list[_FromHF]:
-        return [cb for cb in self.learn.cbs if isinstance(cb, _FromHF)]
 
     def _keywords(self, cb: _FromHF) -> dict[str, Any]:
         learn = self.learn
@@ -231,7 +208,7 @@ class TrainerRun(Callback):
         learn = self.learn
         is_new = self.args is None
         if is_new or learn.fitting:
-            self.args = find_arguments(learn, [cb.args for cb in self._list_adapters()])
+            self.args = find_arguments(learn, [cb.args for cb in list_adapters(learn, 'hf')])
             self.state = make_state(self.args, learn)
         if is_new:
             self.control = make_control()
@@ -240,9 +217,9 @@ class TrainerRun(Callback):
             return
         self.progress = Progress()
         self._started_at = perf_counter()
-        if learn.resumed:  # the checkpoint is restored after this event
-            states = learn.run.resuming.state['callbacks']
-            self.load_state_dict(states.get(learn.parts.callbacks.keys[id(self)], {}))
+        checkpoint = learn.run.resuming
+        if learn.resumed and checkpoint is not None:  # it is restored after this event
+            self.load_state_dict(checkpoint.find_state(self) or {})
         self._call('on_train_begin')
 
     def before_epoch(self) -> None:
@@ -324,9 +301,8 @@ class TrainerRun(Callback):
 
     def after_eval(self) -> None:
         "Log the metrics of an evaluation, and note the best one."
-        recorder = recorder_of(self.learn)
-        measured = {} if recorder is None else recorder.measured
-        metrics = {_rename_column(name): v for name, v in measured.items() if v is not None}
+        measured = collect_measured(self.learn)
+        metrics = {_rename_column(name): value for name, value in measured.items()}
         self._log(metrics)
         self._call('on_evaluate', metrics=metrics)
         if self.learn.fitting and self.args.metric_for_best_model is not None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from learnkit.core.errors import CallbackError
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
-from learnkit.engine.budget import Budget
 from learnkit.engine.lengths import epoch_length
-from learnkit.interop.hooks import StandIn, batches_per_step
+from learnkit.interop.hooks import StandIn, batches_per_step, find_budget
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -62,10 +61,10 @@ def count_steps(
     n_window: int,  # batches of a step
 ) -> int:
     "Return the number of steps of a fit, or `sys.maxsize` if it is unknown."
-    budget = next((cb.total for cb in learn.cbs if isinstance(cb, Budget)), None)
+    budget = find_budget(learn)
     if budget is not None:
-        per_step = {'st': 1, 'ba': n_window}.get(budget.unit)
-        return ceil(budget.value / per_step) if per_step else sys.maxsize
+        per_step = {'st': 1, 'ba': n_window}.get(budget.total.unit)
+        return ceil(budget.total.value / per_step) if per_step else sys.maxsize
     n, _ = epoch_length(learn, learn.dls.train)
     return ceil(n / n_window) * learn.n_epoch if n and learn.n_epoch else sys.maxsize
 

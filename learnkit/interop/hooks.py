@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for callbacks of other libraries: find and check hooks, save state, pass logged content to loggers."""
+"""Helpers for callbacks of other libraries: find and check hooks, pass logged content to loggers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, OptionError
 from learnkit.core.kinds import explain_kind, find_kind
-from learnkit.core.validation import warn_user
+from learnkit.engine.budget import Budget
 from learnkit.engine.callback import Callback, defined_on_class
-from learnkit.engine.callback_state import (
-    collect_attributes,
-    decode,
-    encode,
-    put_attributes,
-    replaced_attributes,
-)
+from learnkit.engine.callback_state import encode
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# key of a callback's attributes in its state, without a `state_dict` or if it returned None
-ATTRIBUTES_KEY = '__attributes__'
 # errors for values that are more than data
 NOT_PLAIN = (OptionError, RecursionError, TypeError, ValueError)
 # packages of Lightning's base classes, under both of its names
@@ -88,50 +81,6 @@ def check_kind(cb: object, style: str, maker: str) -> None:
     kind = find_kind(cb)
     if kind is not None and kind.maker != maker:
         raise CallbackError(explain_kind(cb, f'a callback of {style}'))
-
-
-def state_of(cb: Any) -> Any:
-    """Return the state of a callback of another library: its `state_dict`, or else its attributes with plain data.
-
-    The attributes are also saved if `state_dict` returns None, as in a base class without state. Warns of
-    changed attributes that are not plain data.
-    """
-    get_state = _find_state_method(cb, 'state_dict')
-    state = None if get_state is None else get_state()
-    if state is not None:
-        return _encode_state(state)
-    for name, kind in replaced_attributes(cb).items():
-        warn_user(
-            f'{type(cb).__name__} has set `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-            '`load_state_dict`.'
-        )
-    return {ATTRIBUTES_KEY: collect_attributes(cb) or {}}
-
-
-def load_state(
-    cb: Any,
-    sd: Any,  # result of `state_of`
-) -> None:
-    "Load the result of `state_of` into a callback."
-    set_state = _find_state_method(cb, 'load_state_dict')
-    if isinstance(sd, Mapping) and ATTRIBUTES_KEY in sd:
-        put_attributes(cb, sd[ATTRIBUTES_KEY])
-    elif set_state is not None:
-        set_state(decode(sd, cb))
-
-
-def _encode_state(state: Any) -> Any:
-    "Encode a state as plain data, including times; return a state that holds other objects unchanged."
-    try:
-        return encode(state)
-    except NOT_PLAIN:
-        return state
-
-
-def _find_state_method(cb: Any, name: str) -> Any:
-    "Return a method of a callback, or None if it is missing or is the empty method of a library's base class."
-    f = getattr(cb, name, None)
-    return None if f is None or is_defined_in(f, ('composer.core', *LIGHTNING_BASES)) else f
 
 
 def parameters_of(f: Callable[..., Any]) -> set[str]:
@@ -198,6 +147,24 @@ class StandIn:
         raise AttributeError(
             f'`{own["_name"]}.{name}` does not exist in a Learner, only {fields}. {own["_advice"]}'
         )
+
+
+def collect_measured(learn: Learner) -> dict[str, Any]:
+    "Return what the last evaluation has measured, by column; nothing without a Recorder."
+    recorder = recorder_of(learn)
+    measured = {} if recorder is None else recorder.measured
+    return {name: value for name, value in measured.items() if value is not None}
+
+
+def collect_epoch_values(learn: Learner) -> dict[str, Any]:
+    "Return the values of the current epoch by column; nothing without a Recorder."
+    recorder = recorder_of(learn)
+    return {} if recorder is None else recorder.epoch_metrics.values
+
+
+def find_budget(learn: Learner) -> Budget | None:
+    "Return the callback that ends the fit at an amount of batches, samples or another unit, or None."
+    return next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
 
 
 def send_to_loggers(learn: Learner, method: str, *content: Any) -> None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fastcore.basics import camel2snake
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import epoch_row, recorder_of
 from learnkit.core.errors import CallbackError
 from learnkit.core.model import bare_model, model_device, preserved_modes
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
-from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
+from learnkit.engine.lengths import find_length
+from learnkit.interop.adapter import CallbackAdapter
+from learnkit.interop.hooks import collect_measured, own_hooks
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -30,7 +30,6 @@ HOOKS = tuple(
 )
 # comparisons that callbacks of Keras choose once; they change the sign of `min_delta` at the same time
 _MONITOR_OPS = {'less': operator.lt, 'greater': operator.gt}
-_FORMER_NAMES = {'lt': 'less', 'gt': 'greater'}  # of comparisons, in older checkpoints
 # hooks of the base class that call hooks of an older name
 _OLDER = {'on_train_batch_begin': 'on_batch_begin', 'on_train_batch_end': 'on_batch_end'}
 
@@ -65,27 +64,19 @@ def from_keras(
     return _FromKeras(cb)
 
 
-class _FromKeras(Callback):
+class _FromKeras(CallbackAdapter):
     "Run a callback of Keras."
 
     order = 95  # after the Recorder, from which the logs come
-    remove_on_find = True
+    library = 'keras'
+    style = 'Keras'
+    saved_as = 'own'
 
     def __init__(self, cb: Any) -> None:
         self._hooks = own_hooks(cb, HOOKS, 'keras.src.callbacks.callback')
-        check_style(cb, HOOKS, self._hooks, 'Keras', 'from_keras')
-        note_attributes(cb)
-        self.wrapped = cb
+        self.wrap(cb, HOOKS, self._hooks)
         # sum of the samples' losses, and their number, of a pass of 'train' or 'test'
         self._sums: dict[str, tuple[Any, int]] = {}
-
-    @property
-    @override
-    def name(self) -> str:
-        return f'keras_{camel2snake(type(self.wrapped).__name__)}'
-
-    def __repr__(self) -> str:
-        return f'from_keras({type(self.wrapped).__name__})'
 
     def _find_hook(self, name: str) -> Any:
         "Return the hook, or the hook of its older name, or None."
@@ -101,7 +92,7 @@ class _FromKeras(Callback):
         parts = {
             'params': {
                 'epochs': learn.n_epoch,
-                'steps': learn.parts.lengths.find(learn.dls.train),
+                'steps': find_length(learn, learn.dls.train),
                 'verbose': 0,
             },
             'model': ModelView(learn),
@@ -153,10 +144,8 @@ class _FromKeras(Callback):
 
     def after_validate(self) -> None:
         if self.learn.phase != 'predict':
-            recorder = recorder_of(self.learn)
-            measured = {} if recorder is None else recorder.measured
-            present = {name: value for name, value in measured.items() if value is not None}
-            logs = {name.removeprefix('valid_'): value for name, value in present.items()}
+            measured = collect_measured(self.learn)
+            logs = {name.removeprefix('valid_'): value for name, value in measured.items()}
             self._call('on_test_end', logs=logs)
 
     def before_predict(self) -> None:
@@ -195,14 +184,14 @@ class _FromKeras(Callback):
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's attributes, and the sum of losses of the pass."
         op = _find_direction(getattr(self.wrapped, 'monitor_op', None))
-        return {'own': state_of(self.wrapped), 'sums': dict(self._sums), 'monitor_op': op}
+        return {**super().state_dict(), 'sums': dict(self._sums), 'monitor_op': op}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the callback's attributes, and the sum of losses of the pass."
-        load_state(self.wrapped, sd['own'])
+        super().load_state_dict(sd)
         self._sums = dict(sd['sums'])
-        name = _FORMER_NAMES.get(sd['monitor_op'], sd['monitor_op'])
+        name = sd['monitor_op']
         if name in _MONITOR_OPS and getattr(self.wrapped, 'monitor_op', None) is None:
             self.wrapped.monitor_op = _MONITOR_OPS[name]
 

@@ -13,11 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from fastcore.basics import camel2snake
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.host import copy_to_host
 from learnkit.core.batch import concat, to_device
 from learnkit.core.errors import CallbackError, add_note, add_place
@@ -25,16 +23,16 @@ from learnkit.core.model import model_device, preserved_modes
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.counters import sample_count
+from learnkit.engine.lengths import find_length
+from learnkit.engine.resume import ResumeState
+from learnkit.interop.adapter import CallbackAdapter, list_adapters
 from learnkit.interop.hooks import (
     batches_per_step,
     check_kind,
-    check_style,
-    load_state,
+    collect_epoch_values,
     own_hooks,
     parameters_of,
-    state_of,
     takes_any,
 )
 from learnkit.interop.ksuit_construct import construct
@@ -144,14 +142,13 @@ def from_ksuit(
     return _FromKsuit(cb, config)
 
 
-class _FromKsuit(Callback):
+class _FromKsuit(CallbackAdapter):
     "Run a ksuit callback, and keep the counts that ksuit's trainer reports and the Learner does not."
 
     order = 45  # before the Recorder adds the epoch's row
     run_valid = False
-    remove_on_find = True
     runs_last = ('before_fit',)  # after the Recorder, which discards values logged earlier
-    is_ksuit = True
+    library = style = 'ksuit'
 
     def __init__(
         self,
@@ -162,10 +159,10 @@ class _FromKsuit(Callback):
             raise CallbackError(
                 f'from_ksuit({cb!r}, {", ".join(config)}): options are for the constructor of a class.'
             )
-        check_kind(cb, 'ksuit', 'from_ksuit')
+        check_kind(cb, self.style, 'from_ksuit')
         self._config = config
         self._cls: type = cb if isinstance(cb, type) else type(cb)
-        self.wrapped: Any = None  # the ksuit callback; None until it is constructed
+        self.wrapped = None  # until the callback is constructed
         self._is_constructed = isinstance(cb, type)
         writer = LogWriter(self)
         self.services: dict[str, Any] = {
@@ -204,15 +201,18 @@ class _FromKsuit(Callback):
         self._argument_names: dict[str, list[str]] = {}
         self._processes_batches = False  # whether the callback processes the batches of a loader
         self._intervals: dict[str, int] = {}
-        if not isinstance(cb, type):
+        if not self._is_constructed:
             self._wrap(cb)
+
+    @property
+    @override
+    def wrapped_class(self) -> type:
+        return self._cls
 
     def _wrap(self, cb: Any) -> None:
         "Store the callback and its hooks, and add handlers for the events of a batch that it needs."
         found = own_hooks(cb, HOOKS)
-        check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
-        note_attributes(cb)
-        self.wrapped = cb
+        self.wrap(cb, HOOKS, found)
         self._inner_hooks = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
         self._hooks = {**self._inner_hooks, **found}
         if '_periodic_callback' in found:
@@ -258,11 +258,7 @@ class _FromKsuit(Callback):
         own[SET_ATTRIBUTES] = {name for name, value in services.items() if own.get(name) is value}
         self._wrap(cb)
 
-    @property
     @override
-    def name(self) -> str:
-        return f'ksuit_{camel2snake(self._cls.__name__)}'
-
     def __repr__(self) -> str:
         options = [f'{name}={value!r}' for name, value in self._config.items()]
         return f'from_ksuit({", ".join([self._cls.__name__, *options])})'
@@ -274,8 +270,9 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         self._has_read_files = False
-        if self.learn.run.resuming is not None:
-            self._load_resumed_state()
+        checkpoint = self.learn.run.resuming
+        if checkpoint is not None:
+            self._load_resumed_state(checkpoint)
         else:
             self.at_epoch_end = False
             self._is_epoch_counted = True
@@ -285,15 +282,13 @@ class _FromKsuit(Callback):
         with self._evaluation_mode():
             self._call_hook('before_training')
 
-    def _load_resumed_state(self) -> None:
+    def _load_resumed_state(self, checkpoint: ResumeState) -> None:
         "Load the checkpointed state before `before_training`; the Learner loads it only after `before_fit`."
-        learn = self.learn
-        resume = learn.run.resuming
-        state = resume.state['callbacks'].get(learn.parts.callbacks.keys[id(self)])
+        state = checkpoint.find_state(self)
         if state is not None:
             self.load_state_dict(copy_to_host(state))
-        if resume.path is not None:
-            self.resume_from_checkpoint(resume.path.parent, learn.model)
+        if checkpoint.path is not None:
+            self.resume_from_checkpoint(checkpoint.path.parent, self.learn.model)
             self._has_read_files = True
 
     def before_epoch(self) -> None:
@@ -361,8 +356,7 @@ class _FromKsuit(Callback):
         learn = self.learn
         if not learn.fitting:
             return self._run_at_eval()
-        recorder = recorder_of(learn)
-        values = recorder.epoch_metrics.values.items() if recorder else ()
+        values = collect_epoch_values(learn).items()
         self.services['writer'].record({k: v for k, v in values if isinstance(v, (int, float))})
         is_due = 'epoch' in self._intervals and learn.time.ep % self._intervals['epoch'] == 0
         self._run_periodic('after_epoch', ['epoch'] if is_due else [])
@@ -382,7 +376,7 @@ class _FromKsuit(Callback):
         self.services['writer'].flush()
         with self._evaluation_mode():
             self._call_hook('after_training')
-        if self is self._list_adapters()[-1]:
+        if self is list_adapters(self.learn, 'ksuit')[-1]:
             self.services['writer'].finish()
 
     def cleanup(self) -> None:
@@ -520,12 +514,8 @@ class _FromKsuit(Callback):
 
     def _find_first(self) -> _FromKsuit:
         "Return the first ksuit callback of the Learner, which stores the services that all of them share."
-        return next(iter(self._list_adapters()), self)
-
-    def _list_adapters(self) -> list[_FromKsuit]:
-        "Return the ksuit callbacks of the Learner, in its order."
-        cbs = self.learn.cbs if self.learn is not None else ()
-        return [cb for cb in cbs if isinstance(cb, _FromKsuit)]
+        adapters = [] if self.learn is None else list_adapters(self.learn, 'ksuit')
+        return adapters[0] if adapters else self
 
     def _share_services(self) -> None:
         "Use the writer and the tracker of the first ksuit callback of the Learner."
@@ -544,19 +534,10 @@ class _FromKsuit(Callback):
 
     def progress(self) -> Progress:
         "Return the progress of training; before a checkpoint is restored, the progress of the checkpoint."
-        resume = self.learn.run.resuming
-        if resume is None:
-            now = self.learn.time
-            epochs = now.ep
-            updates = now.st
-            samples = now.sp
-        else:
-            done = resume.loop['done']
-            epochs = done['ep']
-            samples = done['sp']
-            updates = done['st'] + resume.loop['n_steps']
+        source = self.learn.run.resuming or self.learn
+        n_uncounted = int(self.at_epoch_end and not self._is_epoch_counted)
         return Progress(
-            epochs + (self.at_epoch_end and not self._is_epoch_counted), updates, samples
+            source.finished('ep') + n_uncounted, source.finished('st'), source.finished('sp')
         )
 
     @property
@@ -585,7 +566,7 @@ class _FromKsuit(Callback):
         return self.count_updates(self._epoch_length())
 
     def _epoch_length(self) -> int | None:
-        return self.learn.parts.lengths.find(self.learn.dls.train)
+        return find_length(self.learn, self.learn.dls.train)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -599,7 +580,7 @@ class _FromKsuit(Callback):
                 'summary': self.services['tracker'].summary,
             }
         return {
-            'callback': state_of(self.wrapped),
+            **super().state_dict(),
             'started': dict(self.started_at),
             'reached': dict(self._last_progress),
             'size': self._seen_size,
@@ -619,7 +600,7 @@ class _FromKsuit(Callback):
         if sd['writer'] is not None:
             self.services['writer'].load_state_dict(sd['writer'])
             self.services['tracker'].summary = dict(sd['writer'].get('summary', {}))
-        load_state(self.wrapped, sd['callback'])
+        super().load_state_dict(sd)
 
     @override
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:

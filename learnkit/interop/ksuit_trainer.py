@@ -16,8 +16,10 @@ from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import LossError
 from learnkit.core.model import model_device
+from learnkit.interop.adapter import list_adapters
 from learnkit.interop.composer_state import precision_of
 from learnkit.interop.ksuit_construct import Options, extend
+from learnkit.interop.ksuit_views import View
 
 # attributes of the trainer that the update counter has
 OF_COUNTER = ('start_checkpoint', 'end_checkpoint', 'updates_per_epoch', 'effective_batch_size')
@@ -32,14 +34,11 @@ class TrainerResult:
     additional_outputs: dict[str, Any] | None = None  # outputs of the model by name
 
 
-class Trainer:
+class Trainer(View):
     """View of the Learner as ksuit's trainer, with the services that callbacks receive.
 
     Attributes that are not defined here are read from the services, the update counter or the Learner.
     """
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -76,7 +75,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Any]:
-        adapters = [cb for cb in self._adapter.learn.cbs if hasattr(type(cb), 'is_ksuit')]
+        adapters = list_adapters(self._adapter.learn, 'ksuit')
         return [cb.wrapped for cb in adapters if cb.wrapped is not None]
 
     @property
@@ -122,11 +121,8 @@ def name_outputs(pred: Any) -> dict[str, Any]:
     }
 
 
-class ModelOptimizer:
+class ModelOptimizer(View):
     "View of the Learner's optimizer and schedulers as the `optimizer` of a Noether model."
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
 
     @property
     def torch_optim(self) -> Any:

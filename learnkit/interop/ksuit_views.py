@@ -18,9 +18,9 @@ from learnkit.core.errors import LoaderError, MetricError, did_you_mean
 from learnkit.core.files import atomic_write
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.budget import Budget
+from learnkit.engine.lengths import find_length
 from learnkit.interop.composer_state import log_as_named
-from learnkit.interop.hooks import send_to_loggers
+from learnkit.interop.hooks import find_budget, send_to_loggers
 from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
 
@@ -51,14 +51,18 @@ class Progress:
         return f'E{self.epoch}_U{self.update}_S{self.sample}'
 
 
-class UpdateCounter:
-    "Current, start and end progress of the run: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), and so on."
+class View:
+    "Part of the Learner by ksuit's names, for one callback."
 
     def __init__(
         self,
         adapter: Any,  # callback of `from_ksuit`
     ) -> None:
         self._adapter = adapter
+
+
+class UpdateCounter(View):
+    "Current, start and end progress of the run: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), and so on."
 
     @property
     def cur_iteration(self) -> Progress:
@@ -73,14 +77,14 @@ class UpdateCounter:
         learn = self._adapter.learn
         start = self._adapter.started_at
         bs = self._adapter.batch_size
-        budget = next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
-        if budget:
+        budget = find_budget(learn)
+        if budget is not None:
             return self._find_budget_end(budget.total)
         if not isinstance(learn.n_epoch, int):
             return Progress()
         end = start.epoch + learn.n_epoch
         per_epoch = self._adapter.updates_per_epoch()
-        n = learn.parts.lengths.find(learn.dls.train)
+        n = find_length(learn, learn.dls.train)
         return Progress(end, per_epoch and end * per_epoch, end * n * bs if n and bs else None)
 
     def _find_budget_end(self, total: Time) -> Progress:
@@ -121,7 +125,7 @@ class UpdateCounter:
         return self._adapter.at_epoch_end
 
 
-class LogWriter:
+class LogWriter(View):
     """Log scalars to `learn.log`, and keep them in `log_cache` until the next batch.
 
     All ksuit callbacks of a Learner share one writer. `log_cache` also holds the values that other
@@ -130,7 +134,7 @@ class LogWriter:
     """
 
     def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
+        super().__init__(adapter)
         self._update_names: set[str] = set()  # names logged in this update
         self.log_cache: dict[str, Any] = {}
         self.log_entries: list[dict[str, Any]] = []
@@ -214,14 +218,14 @@ class LogWriter:
         self._update_names = set(sd['written'])
 
 
-class Tracker:
+class Tracker(View):
     """Pass logged values to `learn.log`, and the summary to the loggers as parameters.
 
     All ksuit callbacks of a Learner share one tracker. `summary` holds all values by name.
     """
 
     def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
+        super().__init__(adapter)
         self.summary: dict[str, Any] = {}
 
     def log(self, data: Mapping[str, Any]) -> None:
@@ -240,7 +244,7 @@ class Tracker:
         send_to_loggers(self._adapter.learn, 'log_params', dict(data))
 
 
-class Paths:
+class Paths(View):
     "Folders for files: below the Learner's `path`, or next to the checkpoint that a run resumes from."
 
     def __init__(
@@ -248,7 +252,7 @@ class Paths:
         adapter: Any,
         checkpoints: Path | None = None,  # checkpoint folder; None: `checkpoints` below `path`
     ) -> None:
-        self._adapter = adapter
+        super().__init__(adapter)
         self._checkpoints = checkpoints
 
     @property
@@ -274,11 +278,8 @@ class Paths:
         return self.run_output_path.resolve().name
 
 
-class CheckpointWriter:
+class CheckpointWriter(View):
     "Write weights as plain data, readable with `torch.load(file, weights_only=True)`."
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
 
     @property
     def path_provider(self) -> Paths:
@@ -344,11 +345,8 @@ class CheckpointWriter:
                 torch.save(state, tmp)
 
 
-class DataContainer:
+class DataContainer(View):
     "Loaders and data sets by name: 'train', or the name of a validation loader."
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
 
     @property
     def loaders(self) -> dict[str, Any]:

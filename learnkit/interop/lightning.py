@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from fastcore.basics import camel2snake
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -17,22 +16,11 @@ from learnkit.core.kinds import DATA, DATA_MODULE, LIGHTNING_TRAINER, explain_ki
 from learnkit.core.time import as_time
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.dispatch import as_callback, as_list
-from learnkit.interop.hooks import (
-    LIGHTNING_BASES,
-    check_style,
-    load_state,
-    own_hooks,
-    state_of,
-)
-from learnkit.interop.lightning_run import (
-    HOOKS,
-    REPLACED,
-    TRANSFER_HOOKS,
-    LightningRun,
-    find_class_names,
-)
+from learnkit.interop.adapter import CallbackAdapter, find_or_add
+from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
+from learnkit.interop.lightning_host import TRANSFER_HOOKS, find_class_names
+from learnkit.interop.lightning_run import HOOKS, REPLACED, LightningRun
 from learnkit.learner import Learner
 
 TRAINER_OPTIONS = (
@@ -137,45 +125,22 @@ def name_loaders(valid: Any) -> Any:
     return {f'valid_{i}': dl for i, dl in enumerate(valid)} if len(valid) > 1 else valid[0]
 
 
-class _FromLightning(Callback):
+class _FromLightning(CallbackAdapter):
     "Hold a callback of Lightning, and its state; `LightningRun` calls its hooks."
 
     order = 60
-    remove_on_find = True
-    is_lightning = True
+    library = 'lightning'
+    style = 'Lightning'
 
     def __init__(self, cb: Any) -> None:
-        check_style(cb, HOOKS, own_hooks(cb, HOOKS), 'Lightning', 'from_lightning')
+        self.wrap(cb, HOOKS, own_hooks(cb, HOOKS))
         check_has_trainer(cb)
-        note_attributes(cb)
-        self.wrapped = cb
-
-    @property
-    @override
-    def name(self) -> str:
-        return f'lightning_{camel2snake(type(self.wrapped).__name__)}'
-
-    def __repr__(self) -> str:
-        return f'from_lightning({type(self.wrapped).__name__})'
 
     def on_added(self) -> None:
         "Have the hooks called by the Learner's `LightningRun`, and give the callback its `log`."
-        run = next((cb for cb in self.learn.cbs if isinstance(cb, LightningRun)), None)
-        if run is None:
-            run = LightningRun()
-            self.learn.add_cbs(run)
-        run.bind_events()
-        self.wrapped.log, self.wrapped.log_dict = run.logged.log, run.logged.log_dict
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state."
-        return {'callback': state_of(self.wrapped)}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the callback's state."
-        load_state(self.wrapped, sd['callback'])
+        host = find_or_add(self.learn, LightningRun)
+        host.bind_events()
+        self.wrapped.log, self.wrapped.log_dict = host.logged.log, host.logged.log_dict
 
 
 def check_has_trainer(cb: Any) -> None:
@@ -210,24 +175,24 @@ class LightningLearner(Learner):
         adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
         check_source(dls)
         given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
-        run = self._lightning = LightningRun(module, **given)
+        host = self._host = LightningRun(module, **given)
         if hasattr(dls, 'train_dataloader'):
-            run.trainer.datamodule = dls
-            dls.trainer = run.trainer
+            host.trainer.datamodule = dls
+            dls.trainer = host.trainer
         if 'validation_step' not in own:
             options.setdefault('eval_every', None)
         super().__init__(
             make_dls(module, dls),
             module,
-            opt_func=run.optimization.make_optimizers,
-            cbs=[run, *adapted],
+            opt_func=host.optimization.make_optimizers,
+            cbs=[host, *adapted],
             **options,
         )
 
     @override
     def fit(self, n_epoch: Any, *args: Any, **kwargs: Any) -> None:
         "Train as `Learner.fit`, with new optimizers of `configure_optimizers`."
-        trainer, length = self._lightning.trainer, as_time(n_epoch, 'ep')
+        trainer, length = self._host.trainer, as_time(n_epoch, 'ep')
         trainer.max_epochs = int(length.value) if length.unit == 'ep' else -1
         trainer.max_steps = int(length.value) if length.unit in ('st', 'ba') else -1
         if len(args) < 4:  # `reset_opt` is not given by position
@@ -236,38 +201,38 @@ class LightningLearner(Learner):
 
     @override
     def create_opt(self) -> None:
-        self._lightning.set_up()
+        self._host.set_up()
         super().create_opt()
         self.opt.seen = None  # parameters stay in the groups into which the module has put them
 
     @override
     def _set_device(self, b: Any) -> Any:
-        run = self._lightning
-        before, move, after = (run.find_hooks(name)[2] for name in TRANSFER_HOOKS)
+        host = self._host
+        before, move, after = (host.find_hooks(name)[2] for name in TRANSFER_HOOKS)
         if not (before or move or after):
             return super()._set_device(b)
-        index = run.loader_index() or 0
+        index = host.loader_index() or 0
         b = b if before is None else before(b, index)
-        device = run.trainer.strategy.root_device
+        device = host.trainer.strategy.root_device
         b = super()._set_device(b) if move is None else move(b, device, index)
         self.batch = b if after is None else after(b, index)
         return self.batch
 
     @override
     def train_batch(self) -> None:
-        self._lightning.optimization.train_batch()
+        self._host.optimization.train_batch()
 
     @override
     def evaluate_batch(self) -> None:
-        run = self._lightning
+        host = self._host
         if self.phase == 'predict':
-            name = 'predict_step' if hasattr(run.module, 'predict_step') else 'forward'
-            run.optimization.output = run.run_step(name)
+            name = 'predict_step' if hasattr(host.module, 'predict_step') else 'forward'
+            host.optimization.output = host.run_step(name)
             return
-        output = run.optimization.output = run.run_step(f'{run.stage}_step')
+        output = host.optimization.output = host.run_step(f'{host.stage}_step')
         loss = output.get('loss') if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            loss = run.logged.find_loss()
+            loss = host.logged.find_loss()
         if loss is not None:
             self.report_loss(loss)
 

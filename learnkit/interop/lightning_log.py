@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.batch import tensors_in
 from learnkit.core.errors import FitError, MetricError, OptionError
 from learnkit.core.model import model_device
 from learnkit.engine.callback_state import decode, encode
+from learnkit.engine.dispatch import log_to_callbacks
+from learnkit.interop.hooks import collect_epoch_values
+from learnkit.interop.lightning_host import LightningHost
 from learnkit.metrics.averages import RESERVED
 
 # hooks of a training batch, whose values are logged by step; values of other hooks are means of an epoch
@@ -38,8 +40,8 @@ class LoggedValues:
     `callback_metrics`, `logged_metrics` and `progress_bar_metrics` are the trainer's.
     """
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, host: LightningHost) -> None:
+        self.host = host
         self.entries: dict[str, dict[str, Any]] = {}
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
@@ -60,7 +62,7 @@ class LoggedValues:
         **unused: Any,  # `sync_dist`: values of an epoch are always of all processes
     ) -> None:
         "Log a value, as `LightningModule.log`."
-        hook = self.run.hook_name
+        hook = self.host.hook_name
         by_step = hook in STEP_HOOKS
         if not by_step and hook not in EPOCH_HOOKS:
             where = f'in `{hook}`' if hook else 'outside of a fit'
@@ -68,7 +70,7 @@ class LoggedValues:
         reduce = getattr(reduce_fx, '__name__', reduce_fx)
         if reduce not in REDUCTIONS:
             raise OptionError(f'self.log(reduce_fx={reduce_fx!r}): give {", ".join(REDUCTIONS)}.')
-        name += self.run.loader_suffix() if add_dataloader_idx else ''
+        name += self.host.loader_suffix() if add_dataloader_idx else ''
         new = {
             'name': name,
             'reduce': reduce,
@@ -112,7 +114,7 @@ class LoggedValues:
         self.newest[entry['name'].partition('/dataloader_idx_')[0]] = value
         total, reduce = entry['total'], entry['reduce']
         if reduce == 'mean':
-            weight = self.run.batch_size() if batch_size is None else batch_size
+            weight = self.host.batch_size() if batch_size is None else batch_size
             entry['weight'] += weight
             entry['total'] = value * weight + (0.0 if total is None else total)
         elif total is None:
@@ -123,7 +125,7 @@ class LoggedValues:
 
     def _as_scalar(self, name: str, value: Any) -> Tensor:
         "Return a number as a detached tensor of at least single precision."
-        learn = self.run.learn
+        learn = self.host.learn
         default = torch.promote_types(torch.get_default_dtype(), torch.float32)
         if not isinstance(value, Tensor):
             value = torch.tensor(value, device=model_device(learn.model, learn.dls), dtype=default)
@@ -146,7 +148,7 @@ class LoggedValues:
         if entry['metric'] is not None:
             return entry['metric'].compute()
         total, weight, reduce = entry['total'], entry['weight'], entry['reduce']
-        world = self.run.learn.world
+        world = self.host.learn.world
         if world.size > 1:
             parts = world.gather((total, weight))[:: world.copies]
             totals = torch.stack([t.to(total.device) for t, _ in parts])
@@ -175,23 +177,22 @@ class LoggedValues:
 
     def send(self, name: str, value: Any, weight: int | None, shown: bool) -> None:
         "Pass a value to history and loggers. A value of an epoch replaces the Recorder's `train_loss` or `valid_loss`."
-        learn = self.run.learn
+        learn = self.host.learn
         recorder = recorder_of(learn)
         if name not in RESERVED and name != 'step':
-            learn.parts.callbacks.notify('receive_log', name, value, weight, shown)
+            log_to_callbacks(learn, name, value, weight, shown)
         elif recorder is not None and name.endswith('loss') and weight is None:
             recorder.epoch_metrics.values[name] = float(value)
 
     def note_metrics(self) -> None:
         "Let callbacks monitor the losses and metrics of a Learner without a LightningModule."
-        recorder = recorder_of(self.run.learn)
-        values = {} if recorder is None else recorder.epoch_metrics.values
-        numbers = {k: torch.tensor(v) for k, v in values.items() if isinstance(v, (int, float))}
+        values = collect_epoch_values(self.host.learn).items()
+        numbers = {k: torch.tensor(v) for k, v in values if isinstance(v, (int, float))}
         self.callback_metrics |= numbers
 
     def state_dict(self) -> dict[str, Any]:
         "Return the values, and the names of torchmetrics, whose states belong to the module."
-        paths = {id(m): path for path, m in self.run.learn.model.named_modules()}
+        paths = {id(m): path for path, m in self.host.learn.model.named_modules()}
         entries = {k: {**e, 'metric': paths.get(id(e['metric']))} for k, e in self.entries.items()}
         return {'entries': encode(entries), **{name: encode(getattr(self, name)) for name in KEPT}}
 
@@ -203,10 +204,4 @@ class LoggedValues:
             own.update(decode(values, cb))
         for entry in self.entries.values():
             path = entry['metric']
-            entry['metric'] = path and self.run.learn.model.get_submodule(path)
-
-
-def size_of(batch: Any) -> int:
-    "Return the number of samples of a batch as Lightning counts them: rows of the first tensor."
-    tensors = tensors_in(batch)
-    return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+            entry['metric'] = path and self.host.learn.model.get_submodule(path)

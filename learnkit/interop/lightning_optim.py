@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import (
-    CancelBackwardException,
-    LossError,
-    MetricError,
-    OptimizerError,
-    OptionError,
-)
+from learnkit.core.errors import LossError, MetricError, OptimizerError, OptionError
 from learnkit.core.validation import warn_user
-from learnkit.engine.custom_batch import OptimizeCall
+from learnkit.engine.custom_batch import take_step
+from learnkit.engine.run import run_level
+from learnkit.interop.lightning_host import LightningHost
 
 
 @dataclass
@@ -85,8 +81,10 @@ class LightningOptimizer:
         self._name = name
         self._optimization = optimization
 
+    # Modules check that it is a torch.optim.Optimizer, with which no class can be registered. An instance of a subclass
+    # would share the optimizer's attributes: there schedulers patch `step`, which then replaces the one below.
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # modules check that it is a torch.optim.Optimizer
+    def __class__(self) -> Any:
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -102,8 +100,8 @@ class LightningOptimizer:
 class Optimization:
     "Training batches of a LightningModule: forward, backward and step, in Lightning's order."
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, host: LightningHost) -> None:
+        self.host = host
         self.configs: list[Any] = []  # Lightning's `lr_scheduler_configs`
         self.n_steps = 0  # Lightning's `global_step`
         self.output: Any = None  # result of the last step, as `on_train_batch_end` gets it
@@ -117,15 +115,15 @@ class Optimization:
     @property
     def is_automatic(self) -> bool:
         "True for a module with automatic optimization."
-        module = self.run.module
+        module = self.host.module
         return module is not None and getattr(module, 'automatic_optimization', True)
 
     # -- optimizers and schedules ------------------------------------------------------------------
 
     def make_optimizers(self, params: Any, lr: Any) -> Any:
         "Return the optimizers of `configure_optimizers`; the arguments of an `opt_func` are unused."
-        with self.run.running('configure_optimizers'):
-            conf = self.run.module.configure_optimizers()
+        with self.host.running('configure_optimizers'):
+            conf = self.host.module.configure_optimizers()
         optimizers, self.configs = read_optimizers(conf)
         if len(optimizers) > 1 and self.is_automatic:
             raise OptimizerError(
@@ -136,14 +134,14 @@ class Optimization:
 
     def list_optimizers(self) -> list[LightningOptimizer]:
         "Return the optimizers as the module sees them."
-        raw = self.run.learn.opt.optimizers
+        raw = self.host.learn.opt.optimizers
         if [o.optimizer for o in self._optimizers] != list(raw.values()):
             self._optimizers = [LightningOptimizer(o, name, self) for name, o in raw.items()]
         return self._optimizers
 
     def step_schedulers(self, interval: str, plateau: bool) -> None:
         "Step the schedulers of an interval that are due: those that need a value, or the others."
-        learn = self.run.learn
+        learn = self.host.learn
         n = (learn.iter if interval == 'step' else learn.epoch) + 1
         for config in self.configs if self.is_automatic else ():
             is_due = config.interval == interval and n % config.frequency == 0
@@ -154,10 +152,10 @@ class Optimization:
                 continue
             args = (value,) if plateau else ()
             step = partial(_step_scheduler, args)
-            self.run.fire_own('lr_scheduler_step', step, config.scheduler, value)
+            self.host.fire_own('lr_scheduler_step', step, config.scheduler, value)
 
     def _find_monitored(self, config: Any) -> Any:
-        metrics = self.run.logged.callback_metrics
+        metrics = self.host.logged.callback_metrics
         if config.monitor in metrics:
             return metrics[config.monitor]
         message = (
@@ -173,22 +171,22 @@ class Optimization:
 
     def accumulates(self) -> bool:
         "Return True if the current batch ends without a step."
-        run = self.run
-        is_due = (run.learn.iter + 1) % run.trainer.accumulate_grad_batches == 0
-        return not is_due and not run.is_last_batch()
+        host = self.host
+        is_due = (host.learn.iter + 1) % host.trainer.accumulate_grad_batches == 0
+        return not is_due and not host.is_last_batch
 
     def train_batch(self) -> None:
         "Train on the batch as the module's optimization asks."
-        learn = self.run.learn
+        learn = self.host.learn
         self._losses = []
         if not self.is_automatic:
-            self.output = as_outputs(self.run.run_step('training_step'))
+            self.output = as_outputs(self.host.run_step('training_step'))
         elif self.accumulates():
             self.compute_gradients()
         else:
             [optimizer] = self.list_optimizers()
             args = learn.epoch, learn.iter, optimizer, self.compute_gradients
-            self.run.fire_own('optimizer_step', lambda *a: a[2].step(a[3]), *args)
+            self.host.fire_own('optimizer_step', lambda *a: a[2].step(a[3]), *args)
             self.n_steps += 1
         if len(self._losses) > 1:
             learn.loss = torch.stack(self._losses).mean()
@@ -196,21 +194,22 @@ class Optimization:
     @torch.enable_grad()
     def compute_gradients(self) -> Any:
         "Run `training_step`, clear the gradients, and run the backward pass: the closure of a step."
-        run, n = self.run, self.run.trainer.accumulate_grad_batches
-        output = run.run_step('training_step')
+        host = self.host
+        n = host.trainer.accumulate_grad_batches
+        output = host.run_step('training_step')
         loss = output.get('loss') if isinstance(output, Mapping) else output
         if loss is None and output is not None:
             raise LossError('training_step() returned a dict without `loss`.')
         self.output = {} if loss is None else as_outputs(output)
         if loss is not None:
             self.output['loss'] = loss.detach() / n
-        if run.trainer.fit_loop._skip_backward:
+        if host.trainer.fit_loop._skip_backward:
             return self.output.get('loss')
-        if run.learn.iter % n == 0:
-            [optimizer] = run.trainer.optimizers
-            run.fire('on_before_zero_grad', optimizer)
-            args = run.learn.epoch, run.learn.iter, optimizer
-            run.fire_own('optimizer_zero_grad', lambda *a: a[2].zero_grad(), *args)
+        if host.learn.iter % n == 0:
+            [optimizer] = host.trainer.optimizers
+            host.fire('on_before_zero_grad', optimizer)
+            args = host.learn.epoch, host.learn.iter, optimizer
+            host.fire_own('optimizer_zero_grad', lambda *a: a[2].zero_grad(), *args)
         if loss is not None:
             self._backward(loss, loss / n)
         return self.output.get('loss')
@@ -220,20 +219,20 @@ class Optimization:
         self._backward(loss, loss, *args, **kwargs)
 
     def _backward(self, loss: Tensor, scaled: Tensor, *args: Any, **kwargs: Any) -> None:
-        learn = self.run.learn
+        learn = self.host.learn
         learn.report_loss(loss)
         learn.loss_grad = scaled
         self._losses.append(learn.loss.detach())
 
-        def run() -> None:
+        def run_backward() -> None:
             with learn.contexts('backward'):
-                self.run.fire_own('backward', Tensor.backward, learn.loss_grad, *args, **kwargs)
+                self.host.fire_own('backward', Tensor.backward, learn.loss_grad, *args, **kwargs)
 
-        learn._with_events(run, 'backward', CancelBackwardException)
+        run_level(learn, 'backward', run_backward)
 
     def step(self, optimizer: torch.optim.Optimizer, only: str | None, closure: Any) -> Any:
         "Take the step of an optimizer, with its events."
-        learn = self.run.learn
+        learn = self.host.learn
         repeats = closure is not None and learn.opt.needs_closure
         result = None if closure is None or repeats else closure()
 
@@ -243,22 +242,23 @@ class Optimization:
             return loss
 
         take = partial(learn.opt.step, evaluate, only=only) if repeats else None
-        call = learn.parts.custom_batch.opened(learn, OptimizeCall(only))
-        with call, replacing_yield(self, 'repeats', repeats):
-            learn._take_step(take)
+        with replacing_yield(self, 'repeats', repeats):
+            take_step(learn, only, take)
         self.n_steps += not self.is_automatic
         return result
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         "Call the hooks between the backward pass and the step."
-        trainer = self.run.trainer
-        self.run.fire('on_before_optimizer_step', optimizer)
+        trainer = self.host.trainer
+        self.host.fire('on_before_optimizer_step', optimizer)
         if self.is_automatic:
             clip = {
                 'gradient_clip_val': trainer.gradient_clip_val,
                 'gradient_clip_algorithm': trainer.gradient_clip_algorithm,
             }
-            self.run.fire_own('configure_gradient_clipping', self.clip_gradients, optimizer, **clip)
+            self.host.fire_own(
+                'configure_gradient_clipping', self.clip_gradients, optimizer, **clip
+            )
 
     # -- methods of the module ---------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Optimization:
         gradient_clip_algorithm: Any = None,  # 'norm' or 'value'; None: the trainer's
     ) -> None:
         "Clip the gradients of an optimizer, as `LightningModule.clip_gradients`."
-        trainer = self.run.trainer
+        trainer = self.host.trainer
         limit = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         kind = gradient_clip_algorithm or trainer.gradient_clip_algorithm or 'norm'
         kind = getattr(kind, 'value', kind)
@@ -282,7 +282,7 @@ class Optimization:
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         "Return the optimizer, or a list of several, as `LightningModule.optimizers`."
-        found = self.list_optimizers() if use_pl_optimizer else self.run.trainer.optimizers
+        found = self.list_optimizers() if use_pl_optimizer else self.host.trainer.optimizers
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:

@@ -4,29 +4,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.core.autocast import uncached_autocast
-from learnkit.core.batch import rebuild
-from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import CancelEpochException, ModelError, OptionError
+from learnkit.core.errors import CancelEpochException, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import decode
+from learnkit.engine.train_eval import keep_modes
 from learnkit.interop.hooks import (
-    LIGHTNING_BASES,
     keep_plain,
-    own_hooks,
     send_to_loggers,
-    takes_several,
 )
-from learnkit.interop.lightning_log import EPOCH_HOOKS, STEP_HOOKS, LoggedValues, size_of
+from learnkit.interop.lightning_host import LightningHost
+from learnkit.interop.lightning_log import EPOCH_HOOKS, STEP_HOOKS, LoggedValues
 from learnkit.interop.lightning_optim import Optimization
 from learnkit.interop.lightning_trainer import Trainer, list_saved, load_module_state, module_state
 
@@ -44,18 +37,6 @@ BATCH_HOOKS = {
     'before_step': ('on_before_optimizer_step',),
     'after_batch': ('on_train_batch_end', 'on_validation_batch_end', 'on_predict_batch_end'),
 }
-# hooks that a data module may have instead of the module
-TRANSFER_HOOKS = 'on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer'.split()
-# attribute of a LightningModule that a callback of Lightning reads, by its class
-NEEDED = {
-    'BackboneFinetuning': 'backbone',
-    'GradientAccumulationScheduler': 'automatic_optimization',
-    'ModelCheckpoint': 'automatic_optimization',
-    'ModelPruning': 'current_epoch',
-    'ModelSummary': 'example_input_array',
-    'StochasticWeightAveraging': 'device',
-    'WeightAveraging': 'device',
-}
 # callbacks that need parts of Lightning's own Trainer, and what does the same in a Learner
 REPLACED = {
     'BasePredictionWriter': '`learn.get_preds(sink=folder)`',
@@ -66,15 +47,10 @@ REPLACED = {
 OPTIMIZATION_METHODS = ('optimizers', 'lr_schedulers', 'manual_backward', 'clip_gradients')
 
 
-def find_class_names(cb: Any) -> list[str]:
-    "Return the names of the classes of Lightning of which a callback is an instance."
-    return [cls.__name__ for cls in type(cb).__mro__ if 'lightning' in cls.__module__]
+class LightningRun(LightningHost):
+    """Call the hooks of a Learner's Lightning callbacks, and of its LightningModule, at the Learner's events.
 
-
-class LightningRun(Callback):
-    """Call the hooks of a Learner's Lightning callbacks, and of its LightningModule.
-
-    Callbacks come before the module, and those that monitor a value last at the end of an epoch.
+    Checkpointed: schedules, logged values, and the state of the module that is not weights.
     """
 
     order = 60
@@ -85,17 +61,10 @@ class LightningRun(Callback):
         module: Any = None,  # LightningModule; None: the hooks are of callbacks alone
         **options: Any,  # of the trainer
     ) -> None:
-        self.module = module
+        super().__init__(module)
         self.trainer = Trainer(self, **options)
         self.logged = LoggedValues(self)
         self.optimization = Optimization(self)
-        self.hook_name = ''  # hook that is running
-        self.stage = ''  # 'validation' or 'test' during an evaluation
-        self.is_over = False  # True from the end of the last epoch on
-        self.has_evaluated = False
-        self._hooks: dict[str, tuple[list[Any], list[Any], Any]] = {}
-        self._parts: tuple[Any, ...] = ()  # inputs and targets of `_batch`
-        self._batch: Any = None
         # what `lr_find` restores
         self._values = [self.logged.entries, self.logged.callback_metrics]
 
@@ -116,145 +85,13 @@ class LightningRun(Callback):
             for name in names:
                 object.__setattr__(self.module, name, getattr(owner, name))
 
-    def __repr__(self) -> str:
-        return type(self).__name__
-
     def bind_events(self) -> None:
         "Handle the events of a batch for which there are hooks."
-        self._hooks = {}
+        self.forget_hooks()
         for event, names in BATCH_HOOKS.items():
             is_needed = self.module is not None or any(self.find_hooks(name)[0] for name in names)
             if is_needed and event not in vars(self):
                 setattr(self, event, getattr(self, f'_{event}'))
-
-    # -- hooks -----------------------------------------------------------------------------------
-
-    def list_callbacks(self) -> list[Any]:
-        "Return Lightning's callbacks in its order: those that write checkpoints last."
-        wrapped = [cb.wrapped for cb in self.learn.cbs if hasattr(type(cb), 'is_lightning')]
-        return sorted(wrapped, key=lambda cb: self.is_kind(cb, 'Checkpoint'))
-
-    def is_kind(self, cb: Any, *names: str) -> bool:
-        "Return True if a callback has one of these classes of Lightning."
-        return any(name in names for name in find_class_names(cb))
-
-    def find_hooks(self, name: str) -> tuple[list[Any], list[Any], Any]:
-        "Return the hooks of callbacks, of callbacks that monitor a value, and the module's or None."
-        if name not in self._hooks:
-            hooks: tuple[list[Any], list[Any]] = [], []
-            for cb in self.list_callbacks():
-                monitors = self.is_kind(cb, 'Checkpoint', 'EarlyStopping')
-                is_last = monitors and name == 'on_train_epoch_end'
-                hooks[is_last].extend(own_hooks(cb, [name], LIGHTNING_BASES).values())
-            self._hooks[name] = *hooks, self.find_own(name)
-        return self._hooks[name]
-
-    def find_own(self, name: str) -> Any:
-        "Return the hook that the module, or for the transfer of batches its data module, defines; or None."
-        owners = [self.module]
-        if name in TRANSFER_HOOKS and self.trainer.datamodule is not None:
-            owners.insert(0, self.trainer.datamodule)
-        found = [own_hooks(owner, [name], LIGHTNING_BASES).get(name) for owner in owners]
-        return next((hook for hook in found if hook is not None), None)
-
-    def running(self, name: str) -> Any:
-        "Return a context that notes which hook runs, for `log`."
-        return replacing_yield(self, 'hook_name', name)
-
-    def fire(self, name: str, *args: Any) -> Any:
-        "Call a hook of all callbacks and of the module; return the module's result."
-        before, last, own = self.find_hooks(name)
-        if not (before or last or own):
-            return None
-        with self.running(name):
-            for hook in before:
-                self._call_hook(hook, *args)
-            result = None if own is None else own(*args)
-            for hook in last:
-                self._call_hook(hook, *args)
-        return result
-
-    def _call_hook(self, hook: Callable[..., Any], *args: Any) -> None:
-        "Call a hook of a callback; raise `ModelError` if it reads what only a LightningModule has."
-        try:
-            hook(self.trainer, self.learn.model, *args)
-        except AttributeError as e:
-            if self.module is not None or e.obj is not self.learn.model or e.name is None:
-                raise
-            owner = type(getattr(hook, '__self__', hook)).__name__
-            raise self._make_error(f'{owner}.{self.hook_name}', e.name) from e
-
-    def _make_error(self, what: str, attribute: str) -> ModelError:
-        "Return the error for a callback that reads an attribute that the model does not have."
-        return ModelError(
-            f'{what} reads `{attribute}` of a LightningModule, and the model is a {type(self.learn.model).__name__} '
-            'without it: train a LightningModule by `from_lightning(module, dls, cbs=...)`, or leave the callback out.'
-        )
-
-    def check_callbacks(self) -> None:
-        "Raise `ModelError` for a callback of Lightning that needs a LightningModule, if the model is another one."
-        for cb in self.list_callbacks():
-            for name, attribute in NEEDED.items():
-                if self.is_kind(cb, name) and not hasattr(self.learn.model, attribute):
-                    raise self._make_error(type(cb).__name__, attribute)
-
-    def fire_all(self, names: str, *args: Any) -> None:
-        for name in names.split():
-            self.fire(name, *args)
-
-    def fire_own(self, name: str, default: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        "Call a hook that only the module has, or the default."
-        own = self.find_hooks(name)[2] or default
-        with self.running(name):
-            return own(*args, **kwargs)
-
-    # -- the batch -------------------------------------------------------------------------------
-
-    def current_batch(self) -> Any:
-        "Return the batch as the loader gave it, with the inputs and targets that the Learner has now."
-        learn = self.learn
-        parts = (*learn.xb, *learn.yb)
-        is_same = len(parts) == len(self._parts)
-        if not is_same or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
-            is_row = isinstance(learn.batch, (tuple, list))
-            self._batch = rebuild(learn.batch, list(parts)) if is_row else parts[0]
-            self._parts = parts
-        return self._batch
-
-    def batch_size(self) -> int:
-        "Return the weight of a value that is logged now."
-        return 1 if self._batch is None else size_of(self._batch)
-
-    def is_last_batch(self) -> bool:
-        return self.learn.n_iter is not None and self.learn.iter + 1 == self.learn.n_iter
-
-    def loader_index(self) -> int | None:
-        "Return the number of the current one of several validation loaders."
-        names = [name for name, _ in evaluation_loaders(self.learn.dls)]
-        if not self.stage or len(names) < 2 or self.learn.dl_name not in names:
-            return None
-        return names.index(self.learn.dl_name)
-
-    def loader_suffix(self) -> str:
-        "Return what is added to names of values of one of several validation loaders."
-        is_between = self.hook_name.endswith(('epoch_end', 'epoch_start'))
-        index = None if is_between else self.loader_index()
-        return '' if index is None else f'/dataloader_idx_{index}'
-
-    def step_arguments(self) -> tuple[Any, ...]:
-        index = self.loader_index()
-        return (self.current_batch(), self.learn.iter, *(() if index is None else (index,)))
-
-    def run_step(self, name: str) -> Any:
-        "Call `training_step` or another step of the module as the forward pass of the batch."
-        step, args = getattr(self.module, name), self.step_arguments()
-        if not takes_several(step):
-            args = (args[0], *args[2:])
-        # Lightning uses no cache: `training_step` may take several steps, or change weights itself
-        is_training = name == 'training_step'
-        autocast = uncached_autocast() if is_training else nullcontext()
-        with self.running(name), autocast:
-            return self.learn.forward(step, *args)
 
     # -- events of batches, bound by `bind_events` -------------------------------------------------
 
@@ -263,7 +100,7 @@ class LightningRun(Callback):
         return 'predict' if learn.phase == 'predict' else 'train' if learn.training else self.stage
 
     def _before_batch(self) -> None:
-        self._parts = ()
+        self.forget_batch()
         self.optimization.output = None
         self.logged.newest = {}
         result = self.fire(f'on_{self._batch_stage()}_batch_start', *self.step_arguments())
@@ -289,7 +126,7 @@ class LightningRun(Callback):
         if self.module is None:
             optimization.output = {'loss': learn.loss.detach()} if learn.training else learn.pred
         is_step = learn.training and not optimization.accumulates()
-        is_last = learn.training and self.is_last_batch()
+        is_last = learn.training and self.is_last_batch
         if is_step:
             optimization.step_schedulers('step', False)
         if is_last:
@@ -298,13 +135,13 @@ class LightningRun(Callback):
         self.fire(name, optimization.output, *self.step_arguments())
         if is_step and not is_last:
             optimization.step_schedulers('step', True)
-        self._batch, self._parts = None, ()
+        self.forget_batch()
 
     # -- events of a fit -------------------------------------------------------------------------
 
     def set_up(self) -> None:
         "Call the hooks that come before the optimizers of a fit are made."
-        self._hooks = {}
+        self.forget_hooks()
         self.attach()
         self.fire('setup', 'fit')
         self.fire_own('configure_model', bool)
@@ -334,7 +171,7 @@ class LightningRun(Callback):
         elif getattr(self.module, 'hparams', None):
             send_to_loggers(learn, 'log_params', dict(self.module.hparams))
         # Lightning leaves the mode of each module as it is
-        learn.parts.modes.saved = [(m, m.training) for m in learn.model.modules()]
+        keep_modes(learn)
         self.fire_all('on_fit_start on_train_start')
 
     def before_train(self) -> None:
@@ -352,7 +189,7 @@ class LightningRun(Callback):
             self.logged.note_metrics()
         self.logged.publish(training=True)
         self.fire('on_train_epoch_end')
-        if self.is_last_batch():  # those of other batches had their step
+        if self.is_last_batch:  # those of other batches had their step
             self.optimization.step_schedulers('step', True)
         self.optimization.step_schedulers('epoch', True)
         self.logged.reset(training=True)
@@ -408,8 +245,8 @@ class LightningRun(Callback):
 
     def cleanup(self) -> None:
         self.stage = ''
-        self.optimization.output = self._batch = None
-        self._parts = ()
+        self.optimization.output = None
+        self.forget_batch()
         self.logged.reset(training=True)
         self.logged.reset(training=False)
 

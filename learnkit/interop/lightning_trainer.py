@@ -16,7 +16,9 @@ from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import MissingAttribute
 from learnkit.engine.callback_state import decode, encode
+from learnkit.engine.lengths import find_length
 from learnkit.interop.hooks import keep_plain, send_to_loggers
+from learnkit.interop.lightning_host import LightningHost
 from learnkit.metrics.state import collect_torchmetrics, list_parts, set_states
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 class View:
     "Part of the Learner by Lightning's names: an attribute that it does not have is an error by name."
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, host: LightningHost) -> None:
+        self.host = host
 
     def __getattr__(self, name: str) -> Any:
         why = 'The trainer of `from_lightning` has what modules and callbacks read, and not this.'
@@ -38,14 +40,15 @@ class View:
 
     @property
     def learn(self) -> Learner:
-        learn: Learner = self.run.learn
-        return learn
+        return self.host.learn
 
 
 class Strategy(View):
     "`trainer.strategy`: operations over the processes."
 
-    root_device = property(lambda self: model_device(self.learn.model, self.learn.dls))
+    @property
+    def root_device(self) -> torch.device:
+        return model_device(self.learn.model, self.learn.dls)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self.learn.world.broadcast(value)
@@ -62,7 +65,7 @@ class Strategy(View):
         return data if world.size == 1 else torch.stack(world.gather(data)).to(data.device)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.learn.world.rank == 0:
+        if self.learn.world.is_first:
             Path(filepath).unlink(missing_ok=True)
 
 
@@ -70,12 +73,18 @@ class LoggerView(View):
     "`trainer.logger`: the loggers of the Learner."
 
     name, version = 'lightning_logs', 0
-    save_dir = property(lambda self: str(self.learn.path))
-    log_dir = property(lambda self: str(Path(self.save_dir, self.name, f'version_{self.version}')))
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.learn.path)
+
+    @property
+    def log_dir(self) -> str:
+        return str(Path(self.save_dir, self.name, f'version_{self.version}'))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         for name, value in metrics.items():
-            self.run.logged.send(name, value, None, False)
+            self.host.logged.send(name, value, None, False)
 
     def log_hyperparams(self, params: Any, *args: Any) -> None:
         send_to_loggers(self.learn, 'log_params', dict(params))
@@ -93,31 +102,33 @@ class LoggerView(View):
 class FitLoop(View):
     "What Lightning's own callbacks read of `trainer.fit_loop`, which is not public there."
 
-    def __init__(self, run: Any) -> None:
-        super().__init__(run)
+    def __init__(self, host: LightningHost) -> None:
+        super().__init__(host)
         self._skip_backward = False
         self._n_added = 0  # number of batches that a callback has added to `max_batches`
         self.epoch_loop = self.batch_progress = self.val_loop = self
 
-    is_last_batch = property(lambda self: self.run.is_last_batch())
-    _has_run = property(lambda self: self.run.has_evaluated)
-    _batches_that_stepped = property(lambda self: self.run.trainer.global_step)
+    is_last_batch = property(attrgetter('host.is_last_batch'))
+    _has_run = property(attrgetter('host.has_evaluated'))
+    _batches_that_stepped = property(attrgetter('host.trainer.global_step'))
 
     @property
     def should_update_logs(self) -> bool:
-        return (self._batches_that_stepped + 1) % self.run.trainer.log_every_n_steps == 0
+        trainer: Trainer = self.host.trainer
+        return (trainer.global_step + 1) % trainer.log_every_n_steps == 0
 
     @property
     def max_epochs(self) -> int:
-        return self.run.trainer.max_epochs
+        n: int = self.host.trainer.max_epochs
+        return n
 
     @max_epochs.setter
     def max_epochs(self, n: int) -> None:
-        self.run.trainer.max_epochs = self.learn.n_epoch = n
+        self.host.trainer.max_epochs = self.learn.n_epoch = n
 
     @property
     def max_batches(self) -> int:
-        return int(self.run.trainer.num_training_batches) + self._n_added
+        return int(self.host.trainer.num_training_batches) + self._n_added
 
     @max_batches.setter
     def max_batches(self, n: int) -> None:
@@ -136,39 +147,48 @@ class Trainer(View):
 
     def __init__(
         self,
-        run: Any,  # `LightningRun`
+        host: LightningHost,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
         log_every_n_steps: int = 50,
         datamodule: Any = None,
     ) -> None:
-        super().__init__(run)
+        super().__init__(host)
         self.accumulate_grad_batches = accumulate_grad_batches
         self.gradient_clip_val = gradient_clip_val
         self.gradient_clip_algorithm = gradient_clip_algorithm
         self.log_every_n_steps = log_every_n_steps
         self.datamodule = datamodule
         self.max_epochs = self.max_steps = -1  # of the fit; -1: no limit
-        self.strategy = Strategy(run)
-        self.fit_loop = self._logger_connector = FitLoop(run)
-        self.logger = LoggerView(run)
+        self.strategy = Strategy(host)
+        self.fit_loop = self._logger_connector = FitLoop(host)
+        self.logger = LoggerView(host)
         self.loggers = [self.logger]
 
-    callback_metrics = property(attrgetter('run.logged.callback_metrics'))
-    logged_metrics = property(attrgetter('run.logged.logged_metrics'))
-    progress_bar_metrics = property(attrgetter('run.logged.progress_bar_metrics'))
-    lr_scheduler_configs = property(attrgetter('run.optimization.configs'))
+    # what the Learner and its parts have under other names
+    callback_metrics = property(attrgetter('host.logged.callback_metrics'))
+    logged_metrics = property(attrgetter('host.logged.logged_metrics'))
+    progress_bar_metrics = property(attrgetter('host.logged.progress_bar_metrics'))
+    lr_scheduler_configs = property(attrgetter('host.optimization.configs'))
+    is_last_batch = property(attrgetter('host.is_last_batch'))
+    model = lightning_module = property(attrgetter('learn.model'))
+    train_dataloader = property(attrgetter('learn.dls.train'))
+    world_size = num_devices = property(attrgetter('learn.world.size'))
+    global_rank = local_rank = property(attrgetter('learn.world.rank'))
+    is_global_zero = property(attrgetter('learn.world.is_first'))
+    log_dir = property(attrgetter('logger.log_dir'))
 
     # -- progress --------------------------------------------------------------------------------
 
-    current_epoch = property(lambda self: self.learn.epoch + self.run.is_over)
-    is_last_batch = property(lambda self: self.run.is_last_batch())
+    @property
+    def current_epoch(self) -> int:
+        return self.learn.epoch + self.host.is_over
 
     @property
     def global_step(self) -> int:
-        is_own = self.run.module is not None
-        return self.run.optimization.n_steps if is_own else int(self.learn.finished('st'))
+        is_own = self.host.module is not None
+        return self.host.optimization.n_steps if is_own else int(self.learn.finished('st'))
 
     @property
     def should_stop(self) -> bool:
@@ -192,7 +212,7 @@ class Trainer(View):
         return [math.inf if self.learn.n_iter is None else self.learn.n_iter]
 
     def _length(self, dl: Any) -> float:
-        n = self.learn.parts.lengths.find(dl)
+        n = find_length(self.learn, dl)
         return math.inf if n is None else n
 
     @property
@@ -210,17 +230,34 @@ class Trainer(View):
         learn = self.learn
         if learn.phase == 'predict':
             return SimpleNamespace(fn='predict', stage='predict')
-        stage = {'validation': 'validate', 'test': 'test'}.get(self.run.stage)
+        stage = {'validation': 'validate', 'test': 'test'}.get(self.host.stage)
         if learn.fitting:
             return SimpleNamespace(fn='fit', stage=stage or 'train')
         return SimpleNamespace(fn=stage, stage=stage)
 
-    training = property(lambda self: self.state.stage == 'train')
-    validating = property(lambda self: self.state.stage == 'validate')
-    testing = property(lambda self: self.state.stage == 'test')
-    predicting = property(lambda self: self.state.stage == 'predict')
-    evaluating = property(lambda self: self.validating or self.testing)
-    enable_validation = property(lambda self: bool(self.num_val_batches))
+    @property
+    def training(self) -> bool:
+        return self.state.stage == 'train'
+
+    @property
+    def validating(self) -> bool:
+        return self.state.stage == 'validate'
+
+    @property
+    def testing(self) -> bool:
+        return self.state.stage == 'test'
+
+    @property
+    def predicting(self) -> bool:
+        return self.state.stage == 'predict'
+
+    @property
+    def evaluating(self) -> bool:
+        return self.validating or self.testing
+
+    @property
+    def enable_validation(self) -> bool:
+        return bool(self.num_val_batches)
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
@@ -233,14 +270,9 @@ class Trainer(View):
 
     # -- parts -----------------------------------------------------------------------------------
 
-    model = lightning_module = property(lambda self: self.learn.model)
-    train_dataloader = property(lambda self: self.learn.dls.train)
-    default_root_dir = property(lambda self: str(self.learn.path))
-    log_dir = property(lambda self: self.logger.log_dir)
-    world_size = num_devices = property(lambda self: self.learn.world.size)
-    global_rank = local_rank = property(lambda self: self.learn.world.rank)
-    is_global_zero = property(lambda self: self.learn.world.rank == 0)
-    callbacks = property(lambda self: self.run.list_callbacks())
+    @property
+    def default_root_dir(self) -> str:
+        return str(self.learn.path)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -253,20 +285,32 @@ class Trainer(View):
         return loaders[0] if len(loaders) == 1 else loaders
 
     @property
+    def callbacks(self) -> list[Any]:
+        return self.host.list_callbacks()
+
+    def _list_kind(self, name: str) -> list[Any]:
+        "Return the callbacks with a class of Lightning of this name."
+        return [cb for cb in self.callbacks if self.host.is_kind(cb, name)]
+
+    @property
     def checkpoint_callbacks(self) -> list[Any]:
-        return [cb for cb in self.callbacks if self.run.is_kind(cb, 'Checkpoint')]
+        return self._list_kind('Checkpoint')
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        return [cb for cb in self.callbacks if self.run.is_kind(cb, 'EarlyStopping')]
+        return self._list_kind('EarlyStopping')
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def progress_bar_callback(self) -> Any:
-        bars = [cb for cb in self.callbacks if self.run.is_kind(cb, 'ProgressBar')]
-        return next(iter(bars), None)
-
-    checkpoint_callback = property(lambda self: next(iter(self.checkpoint_callbacks), None))
-    early_stopping_callback = property(lambda self: next(iter(self.early_stopping_callbacks), None))
+        return next(iter(self._list_kind('ProgressBar')), None)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self.is_global_zero:
@@ -301,7 +345,7 @@ class Trainer(View):
         if getattr(module, 'hparams', None):
             checkpoint['hparams_name'] = getattr(module, '_hparams_name', None)
             checkpoint['hyper_parameters'] = dict(module.hparams)
-        self.run.fire('on_save_checkpoint', checkpoint)
+        self.host.fire('on_save_checkpoint', checkpoint)
         return checkpoint
 
 
@@ -320,11 +364,11 @@ def list_saved(module: Any) -> list[str]:
     ]
 
 
-def module_state(run: Any) -> dict[str, Any]:
+def module_state(host: LightningHost) -> dict[str, Any]:
     "Return the state of a module that is not weights: metrics, plain public attributes, what its hook adds."
-    module = run.module
+    module = host.module
     checkpoint: dict[str, Any] = {'state_dict': module.state_dict()}
-    save = run.find_own('on_save_checkpoint')
+    save = host.find_own('on_save_checkpoint')
     if save is not None:
         save(checkpoint)
     del checkpoint['state_dict']
@@ -335,14 +379,14 @@ def module_state(run: Any) -> dict[str, Any]:
     }
 
 
-def load_module_state(run: Any, sd: Mapping[str, Any]) -> None:
+def load_module_state(host: LightningHost, sd: Mapping[str, Any]) -> None:
     "Restore the state that `module_state` returned."
-    module = run.module
-    load = run.find_own('on_load_checkpoint')
+    module = host.module
+    load = host.find_own('on_load_checkpoint')
     if load is not None:
-        load({'state_dict': module.state_dict(), **decode(sd['checkpoint'], run)})
-    vars(module).update(decode(sd['attributes'], run))
+        load({'state_dict': module.state_dict(), **decode(sd['checkpoint'], host)})
+    vars(module).update(decode(sd['attributes'], host))
     for path, metric in list_parts(module).items():
         if path in sd['torchmetrics']:
             state = sd['torchmetrics'][path]
-            set_states(metric, decode(encode(state['states']), run), state['n_updates'])
+            set_states(metric, decode(encode(state['states']), host), state['n_updates'])

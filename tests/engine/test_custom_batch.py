@@ -29,6 +29,8 @@ from learnkit import (
 )
 from learnkit.callbacks import SAM, GuardNonFinite, OptimizerMonitor
 from learnkit.core.errors import FitError, LossError, OptimizerError, OptionError
+from learnkit.engine.custom_batch import take_step
+from tests.helpers.learners import quiet_synth_learner
 from tests.helpers.own_loops import (
     Bare,
     Duel,
@@ -529,3 +531,30 @@ def test_parameters_and_gradients_of_one_optimizer() -> None:
     assert all(p.grad is not None for p in model.generator.parameters())
     with pytest.raises(OptimizerError, match='generator'):
         opt.zero_grad(only='generater')
+
+
+def test_a_step_by_hand_has_its_events_and_steps_one_optimizer() -> None:
+    turns: list[Any] = []
+    note = Callback(before_step=lambda cb: turns.append(cb.learn.turn))
+    learn = make_duel(note)
+    learn.create_opt()
+    for p in learn.model.parameters():
+        p.grad = torch.ones_like(p)
+    critic = [p.clone() for p in learn.model.critic.parameters()]
+    generator = [p.clone() for p in learn.model.generator.parameters()]
+    take_step(learn, 'critic')
+    assert turns == ['critic'] and learn.turn is None
+    assert all((a != b).all() for a, b in zip(critic, learn.model.critic.parameters(), strict=True))
+    assert all(map(torch.equal, generator, learn.model.generator.parameters()))
+    replaced: list[str] = []
+    take_step(learn, None, lambda: replaced.append('step'))
+    assert replaced == ['step'] and turns == ['critic', None]
+
+
+def test_a_callback_can_ask_whether_the_batch_is_evaluated_again() -> None:
+    seen: list[bool] = []
+    note = Callback(after_loss=lambda cb: seen.append(cb.learn.run.repeating))
+    note.run_valid = False
+    learn = quiet_synth_learner(n_train=2, cbs=[SAM(), note])
+    learn.fit(1)
+    assert seen == [False, True] * 2

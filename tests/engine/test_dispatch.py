@@ -17,6 +17,7 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.engine.callback import defined_on_class
+from learnkit.engine.dispatch import log_to_callbacks
 from learnkit.testing import synth_learner
 
 
@@ -514,3 +515,21 @@ def test_a_callback_of_a_fit_does_not_replace_the_learners() -> None:
     with learn.no_bar():
         learn.fit(1, cbs=GradientClip(0.5))
     assert sum(isinstance(cb, GradientClip) for cb in learn.cbs) == 1
+
+
+def test_a_value_reaches_callbacks_under_exactly_its_name() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Receiver(Callback):
+        def receive_log(self, *args: Any) -> None:
+            seen.append((self.tag, *args))
+
+    cbs = [Receiver(), Receiver()]
+    for tag, cb in zip('ab', cbs, strict=True):
+        cb.tag = tag
+    log = Callback(after_eval=lambda cb: log_to_callbacks(cb.learn, 'f1', 0.5, None, False))
+    learn = bare(*cbs, log)
+    learn.validate()
+    assert seen == [(tag, 'f1', 0.5, None, False) for tag in 'ab']
+    log_to_callbacks(learn, 'f1', 0.25, to=cbs[1:])
+    assert seen[2:] == [('b', 'f1', 0.25, 1, True)]

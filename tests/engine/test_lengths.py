@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from learnkit import SGD, BatchError, Callback, DataLoaders, Learner
 from learnkit.callbacks.progress import Bar
-from learnkit.engine.lengths import Lengths
+from learnkit.engine.lengths import Lengths, find_length
 from learnkit.testing import synth_dls
 
 N_EPOCH = 4
@@ -283,3 +283,12 @@ def test_the_length_of_a_loader_is_not_taken_from_one_that_is_gone() -> None:
 class Wrong:
     def __len__(self) -> int:
         return 3
+
+
+def test_the_length_of_a_learners_loader_is_that_of_its_last_pass() -> None:
+    learn = make_learner(Loader(said=3, given=5))
+    assert find_length(learn, learn.dls.train) == 3
+    with pytest.warns(UserWarning, match='gave 5 batches'):
+        learn.fit(1)
+    assert find_length(learn, learn.dls.train) == 5
+    assert find_length(learn, iter([])) is None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import SAM, Callback, DataLoaders, FitError, Learner
+from learnkit.engine.microbatch import find_microbatch_size
 from tests.helpers.learners import quiet_learner
 
 
@@ -169,3 +170,14 @@ def test_buffers_that_a_forward_pass_replaces_are_restored() -> None:
     learn = learner(Counts(fits=5))
     learn.fit(1)
     assert learn.model.n == 40
+
+
+def test_the_size_of_a_microbatch_is_what_was_asked_for_or_what_fits() -> None:
+    learn = learner(Hungry(fits=5))
+    assert find_microbatch_size(learn) is None
+    learn.fit(1)
+    assert find_microbatch_size(learn) == 4
+    learn.microbatch = 7
+    assert find_microbatch_size(learn) == 7
+    learn.microbatch = None
+    assert find_microbatch_size(learn) is None

@@ -107,3 +107,39 @@ def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None
     steps.clear()
     make().fit(2, resume=through_a_file(kept[3]))  # the last batch of the first epoch
     assert steps == [2, 3, 4]
+
+
+def test_a_callback_can_read_its_state_before_it_is_restored(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    class Reader(Callback):
+        n = 0
+
+        def before_fit(self) -> None:
+            checkpoint = self.learn.run.resuming
+            if checkpoint is None:
+                found.append(None)
+            else:
+                finished = [checkpoint.finished(unit) for unit in ('ep', 'ba', 'st', 'sp')]
+                found.append((checkpoint.find_state(self), self.n, finished))
+
+        def after_batch(self) -> None:
+            self.n += self.training
+            found.append(self.learn.run.resuming)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {'n': self.n}
+
+        def load_state_dict(self, sd: dict[str, Any]) -> None:
+            self.n = sd['n']
+
+    first = learner(tmp_path, Reader())
+    kept = saved(first, 3)
+    first.fit(2)
+    assert set(found) == {None}
+    found.clear()
+    learner(tmp_path, Reader()).fit(2, resume=kept[0])
+    state, n, finished = found[0]
+    assert state == {'n': 3} and n == 0
+    assert finished == [0, 3, 3, 36]
+    assert set(found[1:]) == {None}

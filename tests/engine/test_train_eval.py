@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, Recorder, SkipToEpoch, TrainEvalCallback
+from learnkit.engine.train_eval import keep_modes
 from learnkit.testing import synth_dls
 from tests.helpers.learners import quiet_synth_learner
 
@@ -61,3 +62,15 @@ def test_the_model_is_in_training_mode_exactly_when_the_learner_is() -> None:
     note = Callback(after_pred=lambda cb: seen.append((cb.training, cb.model.training)))
     quiet(note, model=net(), n_train=2, n_valid=1).fit(2)
     assert seen == [(True, True), (True, True), (False, False)] * 2
+
+
+@pytest.mark.parametrize('keeps', [True, False])
+def test_a_fit_can_keep_the_modes_that_modules_have(keeps: bool) -> None:
+    model = net()
+    model[1].eval()
+    modes: list[list[bool]] = []
+    keep = Callback(before_fit=lambda cb: keep_modes(cb.learn) if keeps else None)
+    note = Callback(before_batch=lambda cb: modes.append([m.training for m in cb.model]))
+    note.run_valid = False
+    quiet(keep, note, model=model, n_train=1, n_valid=1).fit(2)
+    assert modes == [[True, not keeps, True, True, True]] * 2

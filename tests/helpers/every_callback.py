@@ -31,6 +31,7 @@ from learnkit.distributed.callback import GradientMean
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.gather import BatchCollector, PredictionSink
+from learnkit.interop.adapter import CallbackAdapter
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 
@@ -50,11 +51,12 @@ def classes() -> list[type[Callback]]:
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
     } - {
         BatchCollector,
+        CallbackAdapter,
         GradientMean,
         LayerNorms,
         PredictionSink,
         StopBefore,
-    }  # parts of `get_preds`, `DistributedTraining` and `rewind`
+    }  # parts of `get_preds`, `DistributedTraining` and `rewind`, and a base that holds nothing
     return sorted(found, key=lambda c: c.__name__)
 
 

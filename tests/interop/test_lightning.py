@@ -26,7 +26,8 @@ from learnkit.core.errors import (
     OptionError,
 )
 from learnkit.interop import from_lightning
-from learnkit.interop.lightning_run import NEEDED, REPLACED
+from learnkit.interop.lightning_host import NEEDED
+from learnkit.interop.lightning_run import REPLACED
 from learnkit.testing import synth_learner
 from learnkit.testing.harness import kill_and_resume
 from tests.helpers.resuming import check_every_place
