@@ -32,7 +32,6 @@ RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy' and 'devi
 
 def capture_rng(
     devices: bool = True,  # capture accelerators, whose generators do not affect the order of data
-    with_torch: bool = True,  # capture the generators of torch
 ) -> RNGState:
     """Return the states of the global generators: Python, torch, and, if in use, NumPy and all accelerators.
 
@@ -46,8 +45,6 @@ def capture_rng(
     np_random = sys.modules.get('numpy.random')
     if np_random is not None:
         state['numpy'] = _to_tensors(np_random.get_state(legacy=False))
-    if not with_torch:
-        return state
     state['torch'] = torch.get_rng_state()
     accelerator = find_used_accelerator() if devices else None
     if accelerator is not None:
@@ -86,9 +83,7 @@ def _number_devices() -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def preserved_rng(
-    with_torch: bool = True,  # restore the generators of torch
-) -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Restore every global generator at the end of a block, even if the block raises an error.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -98,7 +93,7 @@ def preserved_rng(
     >>> bool(a == torch.rand(1, generator=torch.Generator().manual_seed(0)))
     True
     """
-    state = capture_rng(with_torch=with_torch)
+    state = capture_rng()
     try:
         yield
     finally:
