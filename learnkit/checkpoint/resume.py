@@ -24,10 +24,7 @@ from fastcore.basics import noop
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.buffers import (
-    add_buffers,
-    restore_loose_buffers,
-)
+from learnkit.checkpoint.buffers import add_buffers, restore_loose_buffers
 from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.host import copy_to_host
@@ -41,20 +38,14 @@ from learnkit.checkpoint.weights import (
     compare_stored,
     load_stored,
 )
-from learnkit.comm.dtensor import (
-    distribute_like,
-    find_reading_mesh,
-)
+from learnkit.comm.dtensor import distribute_like, find_reading_mesh
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.model import bare_model
 from learnkit.core.random import restore_own, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import count_in_batches, describe_drawn, warn_of_missing_generators
 from learnkit.data.shard import Shard
-from learnkit.engine.callback_state import (
-    load_states,
-    warn_of_changed_callbacks,
-)
+from learnkit.engine.callback_state import load_states, warn_of_changed_callbacks
 from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import (
@@ -80,10 +71,12 @@ def load_checkpoint_state(learn: Learner, *, state: Mapping[str, Any]) -> None:
         )
     state = add_frozen_weights(learn.model, check_state(state))
     r = learn.parts.processes.take_own_state(learn, ResumeState(state, restore_state))
-    with ensure_optimizer(learn, needed=state['optimizer'] is not None), restored_on_error(learn):
+    has_opt = ensure_optimizer(learn, needed=state['optimizer'] is not None)
+    with has_opt, restored(learn, on_host=True) as before:
         _check_fits(learn, r)
         _load_weights(learn, r)
         restore_state(learn, r)
+        before.pop_all()  # nothing is restored without an error
     if learn.opt is not None:
         learn.opt.last_lrs = learn.opt.lrs  # no rates that the user has set for the next fit
 
@@ -156,14 +149,6 @@ def resumed(learn: Learner, r: ResumeState) -> Iterator[None]:
         if r.before is not None:
             r.before = None
             before.close()
-
-
-@contextmanager
-def restored_on_error(learn: Learner) -> Iterator[None]:
-    "Restore a Learner if the context ends with an error."
-    with restored(learn, on_host=True) as before:
-        yield
-        before.pop_all()
 
 
 def begin_resume(learn: Learner, resume: ResumeState) -> None:

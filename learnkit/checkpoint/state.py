@@ -7,31 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from learnkit.checkpoint.buffers import (
-    collect_loose_buffers,
-    list_persistent,
-)
+from learnkit.checkpoint.buffers import collect_loose_buffers, list_persistent
 from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.optimizer_state import encode_optimizer
-from learnkit.checkpoint.weights import (
-    collect_module_state,
-)
-from learnkit.comm.dtensor import (
-    gather_full_state,
-)
+from learnkit.checkpoint.weights import collect_module_state
+from learnkit.comm.dtensor import gather_full_state
 from learnkit.core.errors import CheckpointError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
 from learnkit.core.random import capture_own, capture_rng
 from learnkit.data.position import describe_drawn
-from learnkit.engine.callback_state import (
-    collect_nondeterministic_state,
-)
+from learnkit.engine.callback_state import collect_nondeterministic_state
 from learnkit.engine.fields import SAVED
-from learnkit.engine.resume import (
-    SAVE_POINTS,
-    checkpoint_point,
-)
+from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
 from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
@@ -51,11 +39,13 @@ def checkpoint_state(learn: Learner) -> dict[str, Any]:
 def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
+    loss_func = learn.loss_func
     params = [] if opt is None else list(opt.parameters())
     within_epoch = SAVE_POINTS.get(point) == 'batch'
-    trained = _collect_trained(learn)
     state = {
-        **trained,
+        'model': collect_module_state(learn.model),
+        'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
+        'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
         'buffers': collect_loose_buffers(learn.model),
         'persistent': list_persistent(learn.model),
         'loss_buffers': collect_loose_buffers(learn.loss_func),
@@ -70,17 +60,6 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     }
     full_state: dict[str, Any] = learn.parts.processes.add_own_state(learn, state)
     return full_state
-
-
-def _collect_trained(learn: Learner) -> dict[str, Any]:
-    "Return the states of the model, the loss function and the optimizer."
-    opt = learn.opt
-    loss_func = learn.loss_func
-    return {
-        'model': collect_module_state(learn.model),
-        'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-        'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
-    }
 
 
 def _collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:

@@ -144,9 +144,8 @@ class Unknown(Denominator):
     ) -> None:
         self.name = name
         self.has_warned = False
-        self.has_compared_first = (
-            False  # the first batch of an evaluation was compared with its parts
-        )
+        # the first batch of an evaluation was compared with its parts
+        self.has_compared_first = False
         self.has_compared = False  # the same for a batch, after one of another size
         self.sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 

@@ -32,7 +32,6 @@ RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy' and 'devi
 
 def capture_rng(
     devices: bool = True,  # capture accelerators, whose generators do not affect the order of data
-    with_torch: bool = True,  # capture the generators of torch
 ) -> RNGState:
     """Return the states of the global generators: Python, torch, and, if in use, NumPy and all accelerators.
 
@@ -46,8 +45,6 @@ def capture_rng(
     np_random = sys.modules.get('numpy.random')
     if np_random is not None:
         state['numpy'] = _to_tensors(np_random.get_state(legacy=False))
-    if not with_torch:
-        return state
     state['torch'] = torch.get_rng_state()
     accelerator = find_used_accelerator() if devices else None
     if accelerator is not None:
@@ -86,9 +83,7 @@ def _number_devices() -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def preserved_rng(
-    with_torch: bool = True,  # restore the generators of torch
-) -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Restore every global generator at the end of a block, even if the block raises an error.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -98,7 +93,7 @@ def preserved_rng(
     >>> bool(a == torch.rand(1, generator=torch.Generator().manual_seed(0)))
     True
     """
-    state = capture_rng(with_torch=with_torch)
+    state = capture_rng()
     try:
         yield
     finally:
@@ -151,8 +146,8 @@ def own_generators(
     objects = [('', dl)]
     kinds = _list_generator_types()
     for path, owner in objects:  # grows during the loop
-        for place, key, value in _iter_parts(owner):
-            if _is_leaf(value) or id(value) in seen:
+        for place, key, value in _list_parts(owner):
+            if id(value) in seen or _is_row_of_leaves(value):
                 continue
             seen.add(id(value))
             name = (path + place.format(key)).removeprefix('.')
@@ -163,29 +158,28 @@ def own_generators(
     return found
 
 
-def _is_leaf(value: Any) -> bool:
-    "Return True for an object without parts, and for a row of such objects, as data sets have by the million."
+def _is_row_of_leaves(value: Any) -> bool:
+    "Return True for a container of objects without parts, as data sets have by the million."
     cls = type(value)
     if cls is tuple or cls is list:
         return _LEAVES.issuperset(map(type, value))
-    if cls is dict:
-        return _LEAVES.issuperset(map(type, value.values()))
-    return cls in _LEAVES
+    return cls is dict and _LEAVES.issuperset(map(type, value.values()))
 
 
-def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
-    "Yield (format of the place, key, value) of the attributes of an object and of the entries of a container."
+def _list_parts(owner: Any) -> list[tuple[str, Any, Any]]:
+    "Return (format of the place, key, value) of the attributes and entries of an object that may have parts."
+    parts: list[tuple[str, Any, Any]] = []
     base = next((b for b in (dict, list, tuple) if isinstance(owner, b)), None)
     if base is not None:
         # methods of the base class, because iterating over a subclass may start a loader
         items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
-        for k, value in list(items):  # a copy, since threads of a loader may change it
-            yield '[{!r}]', k, value
+        # a copy, since threads of a loader may change it
+        parts = [('[{!r}]', k, v) for k, v in list(items) if type(v) not in _LEAVES]
     attributes = getattr(owner, '__dict__', None)
     if type(owner) in _CALLABLES:
         attributes = {name: getattr(owner, name) for name in _CALLABLES[type(owner)]}
     if type(attributes) is not dict:
-        return
+        return parts
     if isinstance(owner, nn.Module):
         own = {k: v for k, v in attributes.items() if k not in MODULE_INTERNALS}
         attributes = own | attributes['_modules']
@@ -193,8 +187,9 @@ def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
         attributes = {k: v for k, v in attributes.items() if k not in OPTIMIZER_INTERNALS}
     for k, value in list(attributes.items()):
         # the iterator of a DataLoader refers to parts of the loader, and `learn` of a callback to all objects
-        if k not in ('_iterator', 'learn'):
-            yield '.{}', k, value
+        if type(value) not in _LEAVES and k not in ('_iterator', 'learn'):
+            parts.append(('.{}', k, value))
+    return parts
 
 
 def _list_generator_types() -> tuple[type, ...]:

@@ -209,9 +209,8 @@ def count_crossings(
     """
     start = before._get(every.unit)
     end = after._get(every.unit)
-    if (
-        end < start
-    ):  # `dur` of a loader that is longer than its `len` is corrected at the next epoch
+    # `dur` of a loader that is longer than its `len` is corrected at the next epoch
+    if end < start:
         return 0
     return count_multiples(end, every) - count_multiples(start, every)
 

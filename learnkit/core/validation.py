@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import re
 import sys
@@ -278,20 +277,6 @@ def is_count(value: object, least: int = 1) -> bool:
         return not isinstance(value, bool) and operator.index(value) >= least  # type: ignore[arg-type]
     except TypeError:
         return False
-
-
-def check_number(
-    name: str,  # name of the option
-    value: object,
-    above: float = 0.0,  # lower bound, excluded
-    below: float = math.inf,  # upper bound, excluded
-    error: type[LearnkitError] = OptionError,
-) -> None:
-    "Raise `error` if `value` is not a number between two bounds."
-    if is_number(value) and above < value < below:  # type: ignore[operator]
-        return
-    limit = '' if below == math.inf else f' and below {below:g}'
-    raise error(f'{name}={short_repr(value)}: give a number above {above:g}{limit}.')
 
 
 def check_count(

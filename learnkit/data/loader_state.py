@@ -58,7 +58,7 @@ def capture_loader_state(dl: Any) -> State:
     for path, owner in find_parts(dl):
         if name := _find_epoch(owner):
             state['epochs'][path] = getattr(owner, name)
-        if _counts(owner):
+        if _is_own(owner) or type(owner) is BatchSampler:  # whose batch size a callback may change
             first, present = _read_numbers(owner)
             state['counts'][path] = {name: (first.get(name), n) for name, n in present.items()}
     return state
@@ -139,33 +139,35 @@ def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
     return [(path, owner) for path, owner in find_parts(dl) if _is_own(owner)]
 
 
-def find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
-    "Yield (attribute path, object) of a loader, its samplers and its data sets, each once."
+def find_parts(dl: Any) -> list[tuple[str, Any]]:
+    "Return (attribute path, object) of a loader, its samplers and its data sets, each once."
     return _walk(dl, _list_inner)
 
 
 def _walk(
     root: Any, list_inner: Callable[[Any], Iterable[tuple[str, Any]]]
-) -> Iterator[tuple[str, Any]]:
-    "Yield (path, object) of an object and of all that a function lists within the objects, each once."
+) -> list[tuple[str, Any]]:
+    "Return (path, object) of an object and of all that a function lists within the objects, each once."
     found = [('', root)]
     seen = {id(root)}
     for path, owner in found:  # grows during the loop
-        yield path, owner
         for name, value in list_inner(owner):
             if id(value) not in seen:
                 seen.add(id(value))
                 found.append((f'{path}.{name}'.removeprefix('.'), value))
+    return found
 
 
-def _list_inner(owner: Any) -> Iterator[tuple[str, Any]]:
-    "Yield the attributes of a part that are parts, and the entries of its lists of parts."
+def _list_inner(owner: Any) -> list[tuple[str, Any]]:
+    "Return the attributes of a part that are parts, and the entries of its lists of parts."
+    parts: list[tuple[str, Any]] = []
     # a copy, since threads of a loader may set attributes
     for name, value in list(getattr(owner, '__dict__', {}).items()):
         if name in _PARTS or isinstance(value, _KINDS):
-            yield name, value
+            parts.append((name, value))
         elif name in LISTS and isinstance(value, (list, tuple)):
-            yield from ((f'{name}.{i}', part) for i, part in enumerate(value))
+            parts += [(f'{name}.{i}', part) for i, part in enumerate(value)]
+    return parts
 
 
 def has_lossy_state(dl: Any) -> bool:
@@ -201,10 +203,6 @@ def _list_nodes(owner: Any) -> Iterator[tuple[str, Any]]:
 def _find_epoch(owner: Any) -> str | None:
     "Return the name of the attribute with the epoch number of a part, or None."
     return next((name for name in _EPOCHS if type(getattr(owner, name, None)) is int), None)
-
-
-def _counts(owner: Any) -> bool:
-    return _is_own(owner) or type(owner) is BatchSampler  # whose batch size a callback may change
 
 
 def _is_own(owner: Any) -> bool:

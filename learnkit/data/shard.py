@@ -12,12 +12,7 @@ import numpy as np
 import torch
 
 from learnkit.core.batch import are_equal
-from learnkit.core.random import (
-    RNGState,
-    capture_rng,
-    own_generators,
-    restore_rng,
-)
+from learnkit.core.random import RNGState, capture_rng, own_generators, restore_rng
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.torch_loader import belongs_to_sampler
 

@@ -26,7 +26,7 @@ from learnkit.checkpoint.optimizer_state import encode_value
 from learnkit.core.batch import tensors_in
 from learnkit.core.errors import CancelException, CheckpointError, OptionError, add_note
 from learnkit.core.random import preserved_rng
-from learnkit.core.validation import check_number
+from learnkit.core.validation import is_number
 from learnkit.debug.moment import Fit, Moment, StopBefore
 from learnkit.debug.record import Record
 from learnkit.debug.rewind import RecordedRun, list_runs
@@ -131,8 +131,8 @@ def first_difference(
     >>> found.batch, found.event, found.callback, found.what
     (7, 'before_batch', 'Callback', 'xb')
     """
-    if atol:
-        check_number('atol', atol)
+    if not is_number(atol) or atol < 0:
+        raise OptionError(f'atol={atol!r}: give a number, 0 or more.')
     learners = [_as_learner(o, make) for o in (a, b)]
     if learners[0] is learners[1]:
         raise OptionError('Both runs have the same Learner: make one for each.')
@@ -401,8 +401,8 @@ class ObservedTable(WatchedTable):
     "Handler table that records the quantities at each event of the repeated batches."
 
     def __init__(
-        self, learn: Learner, table: HandlerTable, events: list[Observed], begin: int, keep: bool
-    ):
+        self, learn: Learner, events: list[Observed], begin: int, keep: bool, table: HandlerTable
+    ) -> None:
         super().__init__(learn, table)
         self.events = events
         self.begin = begin  # number of the first batch
@@ -545,7 +545,8 @@ def _narrow(moments: list[Moment], low: int, end: int, atol: float) -> int:
         for moment, note in zip(moments, noted, strict=True):
             with _naming_run(moment.learn):
                 moment.observe(end - moment.ba, [note])
-        equal = [ba for ba in points if not _differ_at(ba, noted[0].states, noted[1].states, atol)]
+        a, b = (note.states for note in noted)
+        equal = [ba for ba in points if not _list_other(a.get(ba, {}), b.get(ba, {}), atol)]
         first = next((ba for ba in points if ba not in equal), end)
         low = max([low, *(ba for ba in equal if ba < first)])
         if points.step == 1:
@@ -554,26 +555,16 @@ def _narrow(moments: list[Moment], low: int, end: int, atol: float) -> int:
     return low
 
 
-def _differ_at(ba: int, a: Mapping[int, Values], b: Mapping[int, Values], atol: float) -> bool:
-    return any(True for _ in _list_other(a.get(ba, {}), b.get(ba, {}), atol))
-
-
 def _observe(moments: list[Moment], begin: int, end: int, atol: float) -> Found | None:
     "Compare the quantities at each event of the batches from `begin` up to `end`."
     observed = []
     for moment in moments:
         events: list[Observed] = []
-        make = partial(_make_table, moment.learn, events, begin, atol > 0)
+        make = partial(ObservedTable, moment.learn, events, begin, atol > 0)
         with replace_tables(moment.learn, make), _naming_run(moment.learn):
             moment.observe(end - moment.ba)
         observed.append(events)
     return _find_first(observed[0], observed[1], atol)
-
-
-def _make_table(
-    learn: Learner, events: list[Observed], begin: int, keep: bool, table: HandlerTable
-) -> HandlerTable:
-    return ObservedTable(learn, table, events, begin, keep)
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -594,10 +585,10 @@ def _find_first(a: list[Observed], b: list[Observed], atol: float) -> Found | No
     "Return the first difference, with all quantities that differ there."
     names = [[*(o.event for o in observed), 'the end'] for observed in (a, b)]
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        others = list(_list_other(x.before, y.before, atol))
+        others = _list_other(x.before, y.before, atol)
         if others:
             return Found(x.batch, x.event, '', others[0], others, i == 0)
-        others = list(_list_other(x.end, y.end, atol))
+        others = _list_other(x.end, y.end, atol)
         if others:
             cause = _find_callback(x, y, others[0], atol)
             return Found(x.batch, x.event, cause, others[0], others, False)
@@ -608,10 +599,10 @@ def _find_first(a: list[Observed], b: list[Observed], atol: float) -> Found | No
     return None
 
 
-def _list_other(x: Values, y: Values, atol: float) -> Iterator[str]:
-    "Yield the quantities that differ, causes first."
+def _list_other(x: Values, y: Values, atol: float) -> list[str]:
+    "Return the quantities that differ, causes first."
     names = [name for name in {**x, **y} if not _are_close(x.get(name), y.get(name), atol)]
-    yield from sorted(names, key=lambda name: _KINDS.index(name.split()[0]))
+    return sorted(names, key=lambda name: _KINDS.index(name.split()[0]))
 
 
 def _find_callback(x: Observed, y: Observed, what: str, atol: float) -> str:

@@ -264,9 +264,8 @@ class TorchMetric(Metric):
     def _compute(self) -> Any:
         try:
             return self.metric.compute()
-        except (
-            ValueError
-        ) as e:  # `update` has accepted the data, so the error is about their values
+        # `update` has accepted the data, so the error is about their values
+        except ValueError as e:
             warn_user(f'Metric `{self.name}` is NaN. {type(e).__name__}: {e}')
             return nan
 

@@ -336,9 +336,8 @@ class _Copy:
         if weights:
             numbers = torch.cat([widen(numbers), widen(torch.stack(weights).flatten())])
         device = numbers.device
-        ahead = has_streams(
-            device
-        )  # other devices copy synchronously, once per `SEND_EVERY` losses
+        # other devices copy synchronously, once per `SEND_EVERY` losses
+        ahead = has_streams(device)
         self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=ahead)
         self.host.copy_(numbers, non_blocking=ahead)
         self.event = torch.accelerator.current_stream(device).record_event() if ahead else None

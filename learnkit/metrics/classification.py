@@ -157,22 +157,26 @@ class Jaccard(_AverageScore):
     score = 'jaccard_score'
 
 
-class FBeta(_AverageScore):
-    """F score with recall weighted by `beta`, `(1 + b*b)*tp/((1 + b*b)*tp + b*b*fn + fp)`.
-
-    >>> round(FBeta(2)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
-    0.7143
-    """
+class _Beta(SklearnScore):
+    "Base class of F scores with recall weighted by `beta`."
 
     score = 'fbeta_score'
 
     def __init__(
         self,
         beta: float,  # weight of recall relative to precision
-        *args: Any,  # arguments of `F1Score`
+        *args: Any,  # arguments of `F1Score`, or of `F1ScoreMulti`
         **options: Any,
     ) -> None:
         super().__init__(*args, beta=beta, **options)
+
+
+class FBeta(_Beta, _AverageScore):
+    """F score with recall weighted by `beta`, `(1 + b*b)*tp/((1 + b*b)*tp + b*b*fn + fp)`.
+
+    >>> round(FBeta(2)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
+    0.7143
+    """
 
 
 class HammingLoss(_ClassScore):
@@ -290,22 +294,12 @@ class JaccardMulti(_LabelScore):
     score = 'jaccard_score'
 
 
-class FBetaMulti(_LabelScore):
+class FBetaMulti(_Beta, _LabelScore):
     """F score of each label with recall weighted by `beta`.
 
     >>> FBetaMulti(2, average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.8333, 1.0000])
     """
-
-    score = 'fbeta_score'
-
-    def __init__(
-        self,
-        beta: float,  # weight of recall relative to precision
-        *args: Any,  # arguments of `F1ScoreMulti`
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, beta=beta, **options)
 
 
 class _AllLabels(_LabelScore):

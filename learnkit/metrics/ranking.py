@@ -20,12 +20,7 @@ from learnkit.core.optional import import_library
 from learnkit.metrics.base import widen
 from learnkit.metrics.classification import SklearnScore
 from learnkit.metrics.functional import PearsonCorrCoef, correlate
-from learnkit.metrics.shapes import (
-    check_two_classes,
-    flatten_classes,
-    flatten_labels,
-    mark_unknown,
-)
+from learnkit.metrics.shapes import check_two_classes, flatten_classes, flatten_labels, mark_unknown
 from learnkit.metrics.whole_set import KeptMetric
 
 Pair = tuple[Tensor, Tensor]
