@@ -6,12 +6,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 
-@contextmanager
-def replacing_yield(o: Any, attr: str, val: Any) -> Iterator[None]:
+class replacing_yield:
     """Set an attribute to another value within a context.
+
+    As in fastai, a function decorated with `@contextmanager` may return an instance.
 
     >>> from types import SimpleNamespace
     >>> o = SimpleNamespace(a=1)
@@ -20,12 +21,34 @@ def replacing_yield(o: Any, attr: str, val: Any) -> Iterator[None]:
     >>> o.a
     1
     """
-    old = getattr(o, attr)
-    setattr(o, attr, val)
-    try:
-        yield
-    finally:
-        setattr(o, attr, old)
+
+    def __init__(self, o: Any, attr: str, val: Any) -> None:
+        self.o = o
+        self.attr = attr
+        self.val = val
+        self.inside = False
+
+    def __enter__(self) -> None:
+        self.old = getattr(self.o, self.attr)
+        self.inside = True
+        setattr(self.o, self.attr, self.val)
+
+    def __exit__(self, *exc_info: object) -> None:
+        setattr(self.o, self.attr, self.old)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> None:
+        if not self.inside:
+            return self.__enter__()
+        self.__exit__()
+        raise StopIteration
+
+    def throw(self, e: BaseException) -> None:
+        "Restore the attribute and raise the exception."
+        self.__exit__()
+        raise e
 
 
 @contextmanager
