@@ -15,6 +15,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.callbacks.sam import SAM
 from learnkit.core.errors import CancelBatchException
+from tests.helpers.learners import quiet_learner
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Learner:
@@ -24,10 +25,16 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
     ]
     torch.manual_seed(4)
     model = nn.Linear(3, 2)
-    learn = Learner(batches, model, F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, **kwargs)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        batches,
+        model,
+        F.mse_loss,
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        cbs=cbs,
+        has_bar=False,
+        **kwargs,
+    )
 
 
 def spoil_loss(cb: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from learnkit import SGD, Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
 from learnkit.checkpoint.compare import learn_digest
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -191,8 +191,7 @@ def count_passes(
         ]
         dls = make_dls(8 * 4 * n_ranks, 4, n_valid=4)
         cbs += [GradientAccumulation(batches=n_acc)] if n_acc > 1 else []
-        learn = Learner(dls, kind(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
-        learn.logger = noop
+        learn = quiet_learner(dls, kind(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
         learn.model.double()
         with (
             expect_interrupt() if broken_off else nullcontext(),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import SGD, Callback, DataLoaders, Learner, Recorder, TensorLoader, TrainEvalCallback
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from tests.helpers.learners import bare_learner
 
 
 class Journal(Callback):
@@ -31,9 +32,7 @@ class Journal(Callback):
 
 
 def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learner:
-    return synth_learner(
-        n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
-    )
+    return bare_learner(n_train, n_valid, cls=synth_learner, cbs=cbs, recorder=None, **kwargs)
 
 
 def named_dls(n_train: int = 12, bs: int = 4) -> DataLoaders:
@@ -68,12 +67,12 @@ def valid_events(n: int) -> list[str]:
 
 
 def test_a_whole_fit_event_by_event() -> None:
-    learn = Learner(
+    learn = bare_learner(
         named_dls(),
         RegModel(),
         nn.MSELoss(),
-        cbs=[TrainEvalCallback, log := Journal()],
-        default_cbs=False,
+        cbs=[log := Journal()],
+        recorder=None,
         microbatch=2,
     )
     learn.fit(2, iteration=2)
@@ -107,9 +106,7 @@ def test_a_whole_fit_event_by_event() -> None:
 
 def test_a_fit_without_validation_fires_no_event_of_evaluation() -> None:
     dls = DataLoaders(synth_dls(n_train=2).train)
-    learn = Learner(
-        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
-    )
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), cbs=[log := Journal()], recorder=None)
     learn.fit(1)
     assert log.seen[2:-2] == ['before_epoch', *train_events(2), 'after_epoch', 'epoch_checkpoint']
 
@@ -122,9 +119,7 @@ def test_no_epoch_fires_the_events_of_fit_alone() -> None:
 
 def test_a_standalone_validation() -> None:
     dls = named_dls()
-    learn = Learner(
-        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
-    )
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), cbs=[log := Journal()], recorder=None)
     learn.validate()
     assert log.seen[1:] == [
         'before_fit',
@@ -174,7 +169,7 @@ def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
 
     log = Journal(where, 'before_train after_batch before_validate')
     dls = named_dls()
-    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log], default_cbs=False)
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), cbs=[log], recorder=None)
     learn.fit(1)
     assert [w for _, w in log.seen] == [
         *[('train', 'train', True, w) for w in (True, True, True, True)],
@@ -488,7 +483,7 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 def test_evaluation_restores_generators_modes_and_state(evaluate: Callable[[Learner], Any]) -> None:
     model = net()
     dls = synth_dls(n_train=3, n_valid=2)
-    learn = Learner(dls, model, nn.MSELoss(), cbs=[TrainEvalCallback, Noisy], default_cbs=False)
+    learn = bare_learner(dls, model, nn.MSELoss(), cbs=[Noisy], recorder=None)
     inside: list[bool] = []
     names = (
         'training phase dl dl_name iter n_iter xb yb pred loss epoch train_iter pct_train'.split()

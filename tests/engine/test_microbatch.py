@@ -24,6 +24,7 @@ from learnkit import (
     TrainEvalCallback,
     mse,
 )
+from tests.helpers.learners import bare_learner
 
 VOCAB, PAD = 7, -100
 
@@ -50,14 +51,14 @@ def learner(
     lr: float = 0.0,
     **kwargs: Any,
 ) -> Learner:
-    return Learner(
+    return bare_learner(
         batches,
         model,
         loss or nn.MSELoss(),
         opt_func=SGD,
         lr=lr,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
+        cbs=cbs,
+        recorder=None,
         microbatch=size,
         **kwargs,
     )

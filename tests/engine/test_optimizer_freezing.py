@@ -24,6 +24,7 @@ from learnkit import (
 from learnkit.optim.hyperparams import params
 from learnkit.optim.optimizers import Lookahead
 from tests.helpers.compiling import needs_whole_step
+from tests.helpers.learners import bare_learner
 from tests.helpers.optimizing import data
 
 
@@ -42,12 +43,12 @@ def parts(m: nn.Module) -> list[list[nn.Parameter]]:
 
 def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     options = {'opt_func': partial(SGD, mom=0.9), 'lr': 0.05, 'splitter': parts, **kwargs}
-    return Learner(
+    return bare_learner(
         (data(), data(2)),
         net() if model is None else model,
         nn.MSELoss(),
-        default_cbs=False,
-        cbs=[TrainEvalCallback, *cbs],
+        cbs=cbs,
+        recorder=None,
         **options,
     )
 

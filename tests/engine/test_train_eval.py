@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner, Recorder, SkipToEpoch, TrainEvalCallback
-from learnkit.testing import synth_dls
-from tests.helpers.learners import quiet_synth_learner
+from learnkit import Callback, DataLoaders, Learner, SkipToEpoch, TrainEvalCallback
+from learnkit.testing import synth_dls, synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
-    return quiet_synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
+    return bare_learner(cls=synth_learner, cbs=cbs, **kwargs)
 
 
 def test_start_epoch_trains_only_from_there_on() -> None:

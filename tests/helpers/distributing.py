@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import DataLoaders, Learner, accuracy
 from learnkit.comm.ranks import SINGLE_RANK
 from learnkit.core.errors import DistributedError
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 
@@ -55,12 +56,13 @@ def make_learner(
         'lr': 1e-2,
         'metrics': accuracy,
     }
-    learn = Learner(
-        dls or make_dls(), make_model(dropout=dropout), path=path, **{**defaults, **options}
+    return quiet_learner(
+        dls or make_dls(),
+        make_model(dropout=dropout),
+        path=path,
+        has_bar=False,
+        **{**defaults, **options},
     )
-    learn.logger = lambda row: None
-    learn.remove_cb(learn.progress)
-    return learn
 
 
 def weights(learn: Learner) -> Tensor:

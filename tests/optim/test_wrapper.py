@@ -24,14 +24,13 @@ from learnkit import (
 )
 from learnkit.optim.hyperparams import norm_bias_params
 from learnkit.testing import RegModel, synth_learner
+from tests.helpers.learners import bare_learner
 from tests.helpers.optimizing import data, net
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
     options = {'opt_func': SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    return Learner(
-        data(), model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options
-    )
+    return bare_learner(data(), model, nn.MSELoss(), cbs=cbs, recorder=None, **options)
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner, accuracy
+from tests.helpers.learners import quiet_learner
 
 opacus = pytest.importorskip('opacus')
 
@@ -75,7 +76,7 @@ class Privacy(Callback):
 
 def learner(setup: Setup, path: Path | str = '.') -> Learner:
     dls = DataLoaders(setup.loader, [(X, Y)], device='cpu')
-    learn = Learner(
+    learn = quiet_learner(
         dls,
         setup.model,
         F.cross_entropy,
@@ -84,7 +85,6 @@ def learner(setup: Setup, path: Path | str = '.') -> Learner:
         path=path,
         cbs=Privacy(setup),
     )
-    learn.logger = lambda row: None
     torch.manual_seed(7)
     return learn
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from learnkit import EMA, Learner, OptimWrapper, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
 from tests.helpers.comparing import same
+from tests.helpers.learners import bare_learner
 from tests.helpers.optimizing import data
 
 
@@ -26,14 +27,8 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def learner(model: nn.Module, opt_func: Any, *cbs: Any, **kwargs: Any) -> Learner:
     options = {'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    return Learner(
-        data(),
-        model,
-        nn.MSELoss(),
-        opt_func=opt_func,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
-        **options,
+    return bare_learner(
+        data(), model, nn.MSELoss(), opt_func=opt_func, cbs=cbs, recorder=None, **options
     )
 
 

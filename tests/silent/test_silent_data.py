@@ -86,8 +86,7 @@ def unlabeled(form: str, n: int = 4) -> list[Any]:
 def test_a_loss_of_the_predictions_alone(form: str) -> None:
     torch.manual_seed(0)
     dls = DataLoaders(unlabeled(form), unlabeled(form, 2))
-    learn = Learner(dls, Encoder(), spread, opt_func=torch.optim.SGD, lr=0.1)
-    learn.logger = lambda r: None
+    learn = quiet_learner(dls, Encoder(), spread, opt_func=torch.optim.SGD, lr=0.1)
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     torch.manual_seed(0)
@@ -132,8 +131,7 @@ def boxed(n: int = 4) -> list[dict[str, Tensor]]:
 def test_targets_of_dicts_by_name() -> None:
     torch.manual_seed(0)
     dls = DataLoaders(boxed(), boxed(2), targets=('boxes', 'labels'))
-    learn = Learner(dls, Detector(), detection_loss, opt_func=torch.optim.SGD, lr=0.1)
-    learn.logger = lambda r: None
+    learn = quiet_learner(dls, Detector(), detection_loss, opt_func=torch.optim.SGD, lr=0.1)
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     torch.manual_seed(0)
@@ -185,8 +183,9 @@ def test_n_inp_by_loader() -> None:
         cb.learn.xb = cb.xb[:1]
 
     dls = DataLoaders([(x, x, y)], [(x, y)], n_inp={'train': 2, 'valid': 1})
-    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(before_batch=look))
-    learn.logger = lambda r: None
+    learn = quiet_learner(
+        dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(before_batch=look)
+    )
     learn.fit(1)
     learn.get_preds()
     learn.get_preds(ds_idx=0)
@@ -443,8 +442,7 @@ def test_numbers_in_place_of_probabilities_are_warned_of() -> None:
 
     def fit(y: Tensor) -> None:
         data = DataLoaders.from_tensors((x, y), bs=8)
-        learn = Learner(data, nn.Linear(1, 3).double(), nn.CrossEntropyLoss())
-        learn.logger = lambda r: None
+        learn = quiet_learner(data, nn.Linear(1, 3).double(), nn.CrossEntropyLoss())
         learn.fit(1)
 
     fit(share)
