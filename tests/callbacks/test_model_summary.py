@@ -46,10 +46,6 @@ def rows(s: Summary) -> list[tuple[str, str, int]]:
     return [(row.name, row.output, row.n_params) for row in s.layers]
 
 
-def n_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
-
-
 def test_a_convolutional_network_as_text() -> None:
     model = cnn()
     model[0].requires_grad_(False)

@@ -16,7 +16,6 @@ from tests.helpers.learners import bare_learner
 N_FEATURES = 4
 WEIGHT = torch.tensor([1.0, 4.0, 0.2, 2.0], dtype=torch.float64)
 Batch = tuple[Tensor, ...]  # inputs and targets
-Maker = Callable[[int, int, torch.Generator], Batch]  # f(samples, length, generator)
 
 
 @dataclass

@@ -38,18 +38,6 @@ class Break(Callback):
         return None  # the next process is interrupted later
 
 
-class Jitter(nn.Module):
-    "Add noise from a generator of its own, which differs by process."
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.rng = torch.Generator().manual_seed(seed)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(x.shape, generator=self.rng, dtype=x.dtype)
-        return x + noise if self.training else x
-
-
 def make(
     path: Path, kind: str = 'tensors', bs: int = 4, cbs: Any = (), n: int = 101, **options: Any
 ) -> Learner:

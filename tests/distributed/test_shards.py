@@ -12,8 +12,6 @@ from tests.helpers.shards import Make, Together, alone, items, make_by_kind, rou
 
 pytestmark = pytest.mark.dist
 
-OTHERS = ('torch', 'numpy', 'python')
-
 
 KINDS = [
     'tensors',

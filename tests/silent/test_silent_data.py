@@ -17,7 +17,6 @@ from learnkit import Callback, Learner
 from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, LossError, MetricError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
-from learnkit.metrics import Metric
 from tests.helpers.learners import quiet_learner
 
 
@@ -371,39 +370,6 @@ kept[0].me = kept[0]
 def errors(pred: Tensor, targ: Tensor) -> dict[str, Any]:
     "Return means over samples, one of them in an inner dict."
     return {'bias': (pred - targ).mean(), 'abs': {'mean': (pred - targ).abs().mean().item()}}
-
-
-class Extremes(Metric):
-    "Keep the least and the largest error."
-
-    def reset(self) -> None:
-        self.low, self.high = [], []
-
-    def accumulate(self, learn: Any) -> None:
-        error = learn.pred.detach() - learn.y
-        self.low.append(float(error.min()))
-        self.high.append(float(error.max()))
-
-    @property
-    def value(self) -> Any:
-        return {'min': min(self.low), 'max': max(self.high), 'bias': 1.0} if self.low else None
-
-
-def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    with torch.no_grad():
-        error = model(x) - y
-    return {
-        'bias': error.mean().item(),
-        'abs_mean': error.abs().mean().item(),
-        'min': error.min().item(),
-        'max': error.max().item(),
-        'extremes_bias': 1.0,
-        'mean_squared': error.square().mean().item(),
-    }
-
-
-def squared(pred: Tensor, targ: Tensor) -> Tensor:
-    return (pred - targ).square().mean()
 
 
 def test_bad_dicts_are_errors_before_the_first_step() -> None:
