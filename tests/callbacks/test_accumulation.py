@@ -1,7 +1,5 @@
 """Compare gradient accumulation with a torch loop that averages over all samples of a group, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The test score at the best validation score."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loads, failures and pauses while the model contains the moving average leave the right weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

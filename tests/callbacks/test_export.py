@@ -1,7 +1,5 @@
 """Load weights at an event, and export programs at the end of a fit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks: the values they receive, when they are registered, and their removal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

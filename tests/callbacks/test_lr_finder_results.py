@@ -1,7 +1,5 @@
 """Results of the learning rate finder: rates, losses, suggestions, plots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

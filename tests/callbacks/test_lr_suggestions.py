@@ -1,7 +1,5 @@
 """Suggestions of a learning rate: fastai's values for the same curve, and their names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Autocast of the forward pass: the numbers of a plain loop, float32 for callbacks, and no autocast elsewhere."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps under mixed precision are those of a loop by hand in which each forward pass has its own autocast block."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Wrong use of MixUp and CutMix raises typed errors with the fix, before a weight changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

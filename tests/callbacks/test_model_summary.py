@@ -1,7 +1,5 @@
 """The model summary: counts and shapes compared with closed forms, and the unchanged Learner."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

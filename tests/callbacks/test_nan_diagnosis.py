@@ -1,7 +1,5 @@
 """What the error for a NaN names: the batch, its samples, and the parameters that are not finite."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The guard against NaN and infinity keeps both out of the weights and the recorded losses."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The guard at the end of a step: with SAM, a scaler, accumulation, microbatches and losses that arrive late."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

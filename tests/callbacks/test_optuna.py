@@ -1,7 +1,5 @@
 """Pruning by Optuna: the same study as in plain Optuna, in one process and in two."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Callbacks that fetch predictions in a fit, collect data, and sample with dropout."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

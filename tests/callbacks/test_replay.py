@@ -1,7 +1,5 @@
 """Replay of a failed batch: the same numbers, the same exception, and an unchanged Learner."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Recurrent models: several outputs, their penalties, and the reset of the hidden state."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare sharpness-aware minimization with a plain loop, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Annealing, combined schedules, `ParamScheduler`, and the fits that follow a schedule."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Callbacks that end a fit by a time, a threshold or patience."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch schedulers in a fit give the rates of a plain loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

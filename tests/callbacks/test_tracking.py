@@ -1,7 +1,5 @@
 """Callbacks that track a value. Expected numbers that are not computed here are from fastai 2.8."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os

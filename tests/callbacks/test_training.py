@@ -1,7 +1,5 @@
 """The callbacks about training on batches and epochs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 

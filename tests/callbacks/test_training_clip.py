@@ -1,7 +1,5 @@
 """Compare clipping with torch's functions in a plain loop, and combine it with other training callbacks."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

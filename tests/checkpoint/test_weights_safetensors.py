@@ -1,7 +1,5 @@
 """Weights in the safetensors format: restored values, refused files, and no changes after a refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activations and decoders of torch's losses, each compared with its formula."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

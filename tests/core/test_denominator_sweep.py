@@ -1,7 +1,5 @@
 """Every loss class of torch.nn on ragged batches, against the loss and the gradient of the whole set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

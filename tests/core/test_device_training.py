@@ -1,7 +1,5 @@
 """Training on a device compared with loops by hand; what does not need streams runs on the CPU too."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The report of a run: the contents of its file, an unchanged run, and escaped names."""
 
-from __future__ import annotations
-
 import base64
 import re
 import sys

@@ -1,7 +1,5 @@
 """Views of a training: handlers and their places, the time of its parts, and which callback changed what."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

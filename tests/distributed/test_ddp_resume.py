@@ -1,7 +1,5 @@
 """Checkpoints of several processes: one file, from which any number of processes resumes."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shards of loaders: together they yield the batches of one process once each, and resume from any batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

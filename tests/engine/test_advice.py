@@ -1,7 +1,5 @@
 """Errors of the model, the loss and the backward pass are explained; then the Learner trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Callbacks alone: calls, functions, reading through to the Learner, shadowing, names, misses, state, `Periodic`."""
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Callback states: a key for each callback, plain values, and warnings that name missing callbacks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

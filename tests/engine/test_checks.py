@@ -1,7 +1,5 @@
 """Models, losses, metrics and sizes that are refused or warned of before training."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Dispatch: order, switches, changes during a run, redefined classes, observers, whole-event callbacks."""
 
-from __future__ import annotations
-
 from typing import Any
 from warnings import catch_warnings, simplefilter
 

@@ -1,7 +1,5 @@
 """Evaluations at epoch ends or within epochs, each loader at its own interval."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

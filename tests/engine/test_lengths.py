@@ -1,7 +1,5 @@
 """Loaders whose `len()` is wrong, changes, or raises an error."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

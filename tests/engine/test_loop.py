@@ -1,7 +1,5 @@
 """The loop: order and number of events, the state at each event, and state that evaluation does not change."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

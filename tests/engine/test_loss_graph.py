@@ -1,7 +1,5 @@
 """`loss` keeps its graph within its batch, as in fastai, and holds nothing of it afterwards."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """The denominator of a loss: compared with torch's means, and its number of host reads."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from types import SimpleNamespace

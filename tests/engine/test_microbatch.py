@@ -1,7 +1,5 @@
 """Microbatches: gradients equal to the whole batch's, and the state within and after a microbatch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Freezing: trained groups, norm layers and their modes, the optimizer's state, and errors."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A fit resumed in the middle of an epoch records exactly what an uninterrupted fit records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs: a stop holds for one fit, errors are raised in their order."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit import Callback, TrainEvalCallback

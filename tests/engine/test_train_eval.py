@@ -1,7 +1,5 @@
 """Counters, and the mode of each module in training and evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared by tests of several processes: a small float64 training for one or many processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The three builders of small Learners: what a test needs besides its data and its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A service of logs over the network: an HTTP server of this process on 127.0.0.1, and a logger that posts to it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Weights on a noisy bowl, and a small training, for tests of optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

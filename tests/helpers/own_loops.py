@@ -1,7 +1,5 @@
 """Learners with user-written training loops, and the same training in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

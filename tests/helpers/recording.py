@@ -1,7 +1,5 @@
 """Learners whose rows and losses are recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

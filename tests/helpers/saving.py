@@ -1,7 +1,5 @@
 """A small Learner whose weights are saved, and a comparison of its state before and after loading."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, algorithms, logger destinations and stateful callbacks in Composer's style, without Composer."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Callbacks of Hugging Face's Trainer in a Learner; `tests/peers/hf_bench.py` compares with the real Trainer."""
 
-from __future__ import annotations
-
 import math
 import sys
 from functools import partial

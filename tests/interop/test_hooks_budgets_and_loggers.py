@@ -1,7 +1,5 @@
 """Composer and ksuit callbacks in fits by budgets, with evaluations within epochs, and with loggers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

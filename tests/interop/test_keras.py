@@ -1,7 +1,5 @@
 """Callbacks of Keras in a Learner, without Keras; `tests/peers/keras_bench.py` compares with `model.fit`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The model has what a forward pass can change: a buffer that is changed, one that is replaced and one that is registered
 by it, extra state, attributes, a generator, draws from the global generators, and a forward hook that counts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

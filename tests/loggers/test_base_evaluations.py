@@ -1,7 +1,5 @@
 """Logs of evaluations within epochs, of loaders with their own intervals and metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare losses with fastai's names with torch's functions and closed forms in float64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare fastai's classification scores on batches with scikit-learn on the whole data set."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

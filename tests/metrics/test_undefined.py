@@ -1,7 +1,5 @@
 """Metrics that cannot be computed from their data are NaN, and mistakes are errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

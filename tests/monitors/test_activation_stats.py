@@ -1,7 +1,5 @@
 """Compare `ActivationStats` with the same activations in float64, and check its plots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter counts, and statistics of the data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

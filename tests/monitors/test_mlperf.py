@@ -1,7 +1,5 @@
 """MLPerf result files."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

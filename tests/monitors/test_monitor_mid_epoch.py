@@ -1,7 +1,5 @@
 """Monitors, stoppers and periodic callbacks with evaluations within epochs, and how monitors are displayed."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare the optimizer monitors with plain torch on clones of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Passes over other data at an interval, tracking between them, and observers that change no number."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

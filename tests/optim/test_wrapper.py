@@ -1,7 +1,5 @@
 """Compare optimizers with closed forms and torch: weight decay, hyperparameters, closures, override points."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Private training with Opacus: the weights of a plain loop with the same noise, with Poisson sampling and resumed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

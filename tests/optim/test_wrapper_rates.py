@@ -1,7 +1,5 @@
 """Learning rates in tensors, of ready optimizers, and of added groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Several optimizers in one Learner, two networks trained against each other, and shared parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

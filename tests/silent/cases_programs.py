@@ -1,7 +1,5 @@
 """What random programs lost when they were killed: attributes, generators, rates, files."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout

@@ -1,7 +1,5 @@
 """Roles of parameters and buffers: weight decay, averages, frozen norm layers, a second run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

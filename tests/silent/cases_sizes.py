@@ -1,7 +1,5 @@
 """Sizes of batches, lengths of loaders, and means of losses, against loops by hand."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

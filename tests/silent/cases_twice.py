@@ -1,7 +1,5 @@
 """Done, undone and done again: what an extra forward pass, a search or a second resume used to leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values that callbacks watch: absent values, NaN, metrics that cannot be computed, counts of an average."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Evaluations inside handlers, targets, streams, metrics with several values, the end of a Learner."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

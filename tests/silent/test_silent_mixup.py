@@ -1,7 +1,5 @@
 """MixUp and CutMix: masks, batches that are left out, class weights, and the end of blending."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
