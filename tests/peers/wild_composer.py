@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.peers import composer_bench as bench
 from tests.peers.rows import Row
@@ -62,30 +62,27 @@ def made(folder: str) -> str:
 # -- dicts -----------------------------------------------------------------------------------------
 
 
-class Rows(Dataset[Any]):
+class Rows(list[dict[str, Any]]):
     "Dicts of tensors; the proportions of two domains, as a streaming data set has them."
 
-    def __init__(self, n: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(n, 3, 4, 4, generator=generator)
-        self.y = torch.randint(4, (n,), generator=generator)
-        self.proportion = [0.5, 0.5]
-        self.updates: list[list[float]] = []
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        numbers = {'labels': self.y[i], 'idx': i, 'index': i, 'set': i % 2, 'prompt': f'row {i}'}
-        return {'input_ids': self.x[i].flatten(), 'image': self.x[i], **numbers}
+    proportion = [0.5, 0.5]
 
     def update_proportion(self, proportion: list[float]) -> None:
         self.proportion = proportion
-        self.updates.append(proportion)
+
+
+def make_loader(n: int, seed: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(n, 3, 4, 4, generator=generator)
+    rows = Rows()
+    for i, label in enumerate(torch.randint(4, (n,), generator=generator)):
+        numbers = {'labels': label, 'idx': i, 'index': i, 'set': i % 2, 'prompt': f'row {i}'}
+        rows.append({'input_ids': images[i].flatten(), 'image': images[i], **numbers})
+    return DataLoader(rows, 8)
 
 
 def rows_of(setting: Any) -> tuple[Any, Any]:
-    return DataLoader(Rows(48, 0), 8), DataLoader(Rows(24, 1), 8)
+    return make_loader(48, 0), make_loader(24, 1)
 
 
 class Outputs(ComposerModel):
