@@ -227,7 +227,7 @@ def test_pct_train_starts_each_epoch_at_its_share() -> None:
 
 def test_the_last_batch_counts_its_own_samples() -> None:
     dls = DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4)
-    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), recorder=None)
     learn.fit(2)
     assert (learn.time.ba, learn.time.sp) == (6, 20)
 

@@ -17,7 +17,6 @@ from learnkit import (
     Learner,
     ModelError,
     OptimWrapper,
-    TrainEvalCallback,
 )
 from learnkit.optim.hyperparams import params
 from learnkit.optim.optimizers import Lookahead
@@ -151,7 +150,7 @@ def test_a_new_optimizer_has_the_frozen_groups_too(splitter: Any) -> None:
 def test_what_was_frozen_by_hand_stays_so_with_the_default_splitter() -> None:
     model = net()
     model[0].requires_grad_(False)
-    learn = Learner(data(), model, nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
+    learn = bare_learner(data(), model, nn.MSELoss(), recorder=None)
     learn.unfreeze()
     assert trained(learn) == [*MIDDLE, *HEAD] == moved(learn)
 
@@ -212,7 +211,7 @@ def test_a_compiled_step_notices_freezing() -> None:
         torch.manual_seed(0)
         x = torch.randn(80, 3)
         dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
-        learn = Learner(
+        learn = bare_learner(
             dls,
             net().float(),
             F.mse_loss,
@@ -220,8 +219,7 @@ def test_a_compiled_step_notices_freezing() -> None:
             lr=0.05,
             splitter=parts,
             train_bn=False,
-            cbs=TrainEvalCallback,
-            default_cbs=False,
+            recorder=None,
         )
         if compiled:
             learn.compile(step=True, backend='eager')

@@ -16,7 +16,6 @@ from learnkit import (
     OptimizerError,
     OptimWrapper,
     Recorder,
-    TrainEvalCallback,
     defaults,
     mse,
 )
@@ -213,13 +212,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(name: str, value: Any,
 
 def test_fit_with_rates_over_groups_moves_each_group_by_its_own() -> None:
     model = RegModel()
-    learn = synth_learner(
+    learn = bare_learner(
         model=model,
         opt_func=SGD,
         splitter=lambda m: [[m.a], [m.b]],
-        default_cbs=False,
-        cbs=TrainEvalCallback,
+        recorder=None,
         n_train=1,
+        cls=synth_learner,
     )
     start, grads = (model.a.item(), model.b.item()), []
     learn.add_cb(
@@ -458,14 +457,14 @@ class SharpnessAware(Learner):
 
 
 def test_an_override_of_do_grad_opt_is_its_hand_written_loop_bit_for_bit() -> None:
-    learn = SharpnessAware(
+    learn = bare_learner(
         data(),
         model := net(),
         nn.MSELoss(),
         opt_func=torch.optim.SGD,
         lr=0.1,
-        cbs=TrainEvalCallback,
-        default_cbs=False,
+        recorder=None,
+        cls=SharpnessAware,
     )
     learn.fit(2)
 
