@@ -208,6 +208,14 @@ def disk_without_flushing(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         monkeypatch.setattr(os, 'fsync', lambda fd: None)
 
 
+@pytest.fixture(autouse=True, scope='session')
+def no_service_left() -> Iterator[None]:
+    "End W&B's thread and process, which could print after the summary while this process exits."
+    yield
+    if wandb := sys.modules.get('wandb'):
+        wandb.teardown()
+
+
 @pytest.fixture(autouse=True)
 def no_figures_left() -> Iterator[None]:
     "Close the figures that a test drew."

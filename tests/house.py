@@ -8,8 +8,6 @@ are measured by `python -m benchmarks.imports` (the import) and `python -m bench
 handler).
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -6,8 +6,6 @@ python -m tests.taste
 It is a report and fails nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

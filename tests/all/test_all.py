@@ -1,7 +1,5 @@
 """Names that the notebook line imports."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

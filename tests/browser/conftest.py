@@ -1,7 +1,5 @@
 """Shared by the tests in a browser: one Chromium, and the built site with its address."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

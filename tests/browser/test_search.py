@@ -1,7 +1,5 @@
 """A question in a user's words leads to its page, among the first three results of the search."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The site in a browser: search finds a page about a word, in light and dark, on large and small screens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

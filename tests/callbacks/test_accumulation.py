@@ -1,7 +1,5 @@
 """Compare gradient accumulation with a torch loop that averages over all samples of a group, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +14,10 @@ from learnkit import (
     CancelFitException,
     Learner,
     Recorder,
-    TrainEvalCallback,
 )
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.core.errors import OptionError
+from tests.helpers.learners import bare_learner
 
 Batch = tuple[Tensor, Tensor]
 
@@ -40,7 +38,7 @@ def learner(
 ) -> Learner:
     options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
     dls = (train, train)
-    return Learner(dls, model, loss, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options)
+    return bare_learner(dls, model, loss, cbs=cbs, recorder=None, **options)
 
 
 def plain(

@@ -1,7 +1,5 @@
 """The same numbers as without, dropout included, with less memory for activations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The batch size finder: the size found under a limit of the model or the process, and the unchanged Learner."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

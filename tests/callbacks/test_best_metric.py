@@ -1,7 +1,5 @@
 """The test score at the best validation score."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -160,7 +158,6 @@ def test_an_evaluation_of_another_loader_is_not_the_best() -> None:
     dls = DataLoaders(parts.train, {'valid': parts.valid, 'night': Evaluator(parts.valid, '1ep')})
     best = BestMetric('valid_loss')
     look = Callback(after_epoch=lambda cb: seen.append(best.new_best), order=70)
-    learn = synth_learner(dls=dls, cbs=[best, look], eval_every='2ep', lr=0.01)
-    learn.logger = noop
+    learn = quiet_synth_learner(dls=dls, cbs=[best, look], eval_every='2ep', lr=0.01)
     learn.fit(4)
     assert seen == [False, True, False, True]

@@ -1,7 +1,5 @@
 """The callback `Checkpoint`: when it writes, which files it keeps, errors, and concurrent changes."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from concurrent.futures import wait

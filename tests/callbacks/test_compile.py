@@ -1,7 +1,5 @@
 """Compiled training: equal numbers, the uncompiled step where it is needed, and the reason in a message."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The exponential moving average of the weights: its numbers, when it is used, and how weights are restored."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

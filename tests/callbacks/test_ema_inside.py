@@ -1,7 +1,5 @@
 """Loads, failures and pauses while the model contains the moving average leave the right weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from learnkit import Callback, Learner
 from learnkit.callbacks.ema import EMA
 from tests.helpers.comparing import same
+from tests.helpers.learners import quiet_learner
 
 
 def learner(path: Path | str = '.', *cbs: Any) -> Learner:
@@ -24,10 +23,9 @@ def learner(path: Path | str = '.', *cbs: Any) -> Learner:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2))
     dls = (batches, batches[:3])
-    learn = Learner(dls, model, F.mse_loss, lr=0.1, cbs=[EMA(0.9), *cbs], path=path)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        dls, model, F.mse_loss, lr=0.1, cbs=[EMA(0.9), *cbs], path=path, has_bar=False
+    )
 
 
 def state(learn: Learner) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Metrics of an epoch: the places where they are measured, and changes between fits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

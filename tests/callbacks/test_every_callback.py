@@ -3,8 +3,6 @@
 Each callback trains twice, saves and loads its state, is closed twice, and leaves nothing behind after an exception,
 so that the next fit works."""
 
-from __future__ import annotations
-
 import inspect
 import io
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 
 This includes a folder that was moved, and a folder that a killed process has written to after the checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,14 +1,11 @@
 """Load weights at an event, and export programs at the end of a fit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
@@ -95,8 +92,9 @@ def test_batches_of_named_entries(tmp_path: Path) -> None:
     }
     dls = DataLoaders.from_tensors(data, bs=8)
     loss_func = nn.CrossEntropyLoss()
-    learn = Learner(dls, Named(), loss_func, path=tmp_path, cbs=ExportForInference('net.onnx'))
-    learn.logger = noop
+    learn = quiet_learner(
+        dls, Named(), loss_func, path=tmp_path, cbs=ExportForInference('net.onnx')
+    )
     learn.fit(1)
     assert learn.export_for_inference.files[0].exists()
 

@@ -1,7 +1,5 @@
 """Rows of a history and values by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Hooks: the values they receive, when they are registered, and their removal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,8 +19,9 @@ from learnkit.callbacks.hooks import (
     hook_outputs,
 )
 from learnkit.core.errors import OptionError
-from learnkit.testing import RegModel, synth_learner
+from learnkit.testing import RegModel
 from tests.helpers.compiling import needs_whole_step
+from tests.helpers.learners import quiet_synth_learner
 
 
 def net() -> nn.Sequential:
@@ -35,10 +34,7 @@ def n_hooks(model: nn.Module) -> int:
 
 
 def quiet(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
-    learn = synth_learner(model=model or net(), cbs=list(cbs), **kwargs)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(*cbs, model=model or net(), has_bar=False, **kwargs)
 
 
 class Shapes(HookCallback):

@@ -1,7 +1,5 @@
 """The live plot of the losses; `tests/learner/test_learner_jupyter.py` tests it in a real kernel."""
 
-from __future__ import annotations
-
 import base64
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate finder: its suggestions, and the restored Learner."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

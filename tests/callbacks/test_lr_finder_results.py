@@ -1,7 +1,5 @@
 """Results of the learning rate finder: rates, losses, suggestions, plots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,8 @@ from learnkit.core.errors import LossError, MetricError, OptimizerError, Schedul
 from tests.helpers.learners import quiet_synth_learner
 
 
-def learner(**kwargs: Any) -> Any:
-    return quiet_synth_learner(**kwargs)
-
-
 def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
-    learn = learner()
+    learn = quiet_synth_learner()
     learn.lr_find(num_it=100, show_plot=False)
     search = learn.lr_search
     expected = [1e-7 * 1e8 ** (i / 100) for i in range(len(search.lrs))]
@@ -43,7 +37,7 @@ def test_a_loss_that_is_not_finite_ends_the_search() -> None:
             cb.learn.loss_grad = cb.learn.loss_grad * 1
 
     at = 40
-    learn = learner(cbs=Callback(after_loss=spoil))
+    learn = quiet_synth_learner(cbs=Callback(after_loss=spoil))
     (rate,) = learn.lr_find(stop_div=False, show_plot=False)
     search = learn.lr_search
     assert len(search.losses) == 40 and np.isfinite(search.losses).all()
@@ -56,7 +50,7 @@ def test_a_loss_that_is_not_finite_ends_the_search() -> None:
 
 
 def test_as_a_callback_of_fit() -> None:
-    learn = learner(metrics=nn.functional.mse_loss)
+    learn = quiet_synth_learner(metrics=nn.functional.mse_loss)
     learn.create_opt()
     before = (
         [p.clone() for p in learn.model.parameters()],
@@ -82,7 +76,7 @@ def test_as_a_callback_of_fit() -> None:
 
 
 def test_groups_may_have_their_own_rates() -> None:
-    learn = learner(splitter=lambda m: [[m.a], [m.b]])
+    learn = quiet_synth_learner(splitter=lambda m: [[m.a], [m.b]])
     seen: list[Any] = []
     learn.add_cb(Callback(before_step=lambda cb: seen.append([h['lr'] for h in cb.opt.hypers])))
     learn.lr_find([1e-5, 1e-4], [1e-3, 1e-2], num_it=10, show_plot=False)
@@ -101,14 +95,14 @@ def test_without_a_recorder_and_without_a_length() -> None:
         def __iter__(self) -> Any:
             return stream()
 
-    learn = learner(dls=(Endless(), None))
+    learn = quiet_synth_learner(dls=(Endless(), None))
     learn.remove_cb(Recorder)
     assert 0 < learn.lr_find(num_it=10, show_plot=False).valley < 10
     assert len(learn.lr_search.lrs) == 10
 
 
 def test_bad_input_is_reported_before_anything_happens() -> None:
-    learn = learner()
+    learn = quiet_synth_learner()
     for start, end in ((1.0, 1e-3), (0, 1), (-1, 1), (1, float('inf')), ([1e-3, 1e-2], 1)):
         with pytest.raises(ScheduleError, match='0 < start_lr < end_lr'):
             learn.lr_find(start, end)
@@ -119,7 +113,7 @@ def test_bad_input_is_reported_before_anything_happens() -> None:
 
 def test_plots() -> None:
     plt: Any = pytest.importorskip('matplotlib.pyplot')
-    learn = learner()
+    learn = quiet_synth_learner()
     learn.lr_find(num_it=40, show_plot=False)
     assert not plt.get_fignums()
     rates = learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))

@@ -1,14 +1,12 @@
 """Suggestions of a learning rate: fastai's values for the same curve, and their names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 from learnkit.callbacks.lr_finder import SuggestionMethod, minimum, slide, steep, valley
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 def curve() -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,8 +37,7 @@ def test_suggestions_match_fastai(f: Any, as_type: Any) -> None:
 
 
 def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
-    learn = synth_learner()
-    learn.logger = lambda row: None
+    learn = quiet_synth_learner()
     rates = learn.lr_find(suggest_funcs=(minimum, steep, valley, slide), show_plot=False)
     assert rates._fields == ('minimum', 'steep', 'valley', 'slide')
     assert type(rates).__name__ == 'SuggestedLRs'

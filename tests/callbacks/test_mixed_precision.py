@@ -1,7 +1,5 @@
 """Autocast of the forward pass: the numbers of a plain loop, float32 for callbacks, and no autocast elsewhere."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -211,8 +209,9 @@ class OwnLoss(nn.Module):
 def test_a_loss_in_half_precision_is_reported_in_float32() -> None:
     types: list[Any] = []
     note = Callback(after_batch=lambda cb: types.append((cb.loss.dtype, cb.loss_grad.dtype)))
-    learn = Learner([x for x, _ in data()], OwnLoss(), cbs=[MixedPrecision('bf16'), note], lr=0.01)
-    learn.logger = noop
+    learn = quiet_learner(
+        [x for x, _ in data()], OwnLoss(), cbs=[MixedPrecision('bf16'), note], lr=0.01
+    )
     before = state(learn.model)
     learn.fit(1)
     assert types == [(torch.float32, torch.float32)] * 4 and not same(state(learn.model), before)

@@ -1,7 +1,5 @@
 """Loss scaling for fp16 on the CPU: the numbers of a plain loop with torch's scaler, also after cancels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

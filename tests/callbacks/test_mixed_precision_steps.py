@@ -1,7 +1,5 @@
 """Steps under mixed precision are those of a loop by hand in which each forward pass has its own autocast block."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 
 from learnkit import EMA, SAM, Callback, CancelStepException, Learner, MixedPrecision
 from tests.helpers.comparing import same
+from tests.helpers.learners import quiet_learner
 
 LR, N_STEPS, RHO = 0.1, 3, 0.05
 G = torch.Generator().manual_seed(1)
@@ -196,8 +195,7 @@ def test_a_block_of_the_user_around_the_fit() -> None:
     opt = torch.optim.SGD(model.parameters(), lr=LR)
     for batch in BATCHES:
         step(model, opt, *batch)
-    learn = Learner(BATCHES, net(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=LR)
-    learn.logger = noop
+    learn = quiet_learner(BATCHES, net(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=LR)
     with bf16():
         learn.fit(1)
     assert same(weights(learn.model), weights(model))

@@ -1,7 +1,5 @@
 """MixUp and CutMix: blended inputs, the loss, visible targets, and the restored Learner."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,19 +1,17 @@
 """Wrong use of MixUp and CutMix raises typed errors with the fix, before a weight changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import BatchError, Callback, Learner, LossError
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 from learnkit.core.errors import OptionError
+from tests.helpers.learners import quiet_learner
 
 
 def images() -> list[tuple[Tensor, Tensor]]:
@@ -75,8 +73,7 @@ def test_what_cannot_be_blended_is_reported_before_anything_changes(
     mixer: Any, loss_func: Any, change: Any, error: type[Exception], message: str
 ) -> None:
     batches = [change(b) for b in images()] if change else images()
-    learn = Learner(batches, net(), loss_func or nn.CrossEntropyLoss(), cbs=mixer)
-    learn.logger = noop
+    learn = quiet_learner(batches, net(), loss_func or nn.CrossEntropyLoss(), cbs=mixer)
     before = [p.detach().clone() for p in learn.model.parameters()]
     with pytest.raises(error, match=message):
         learn.fit(1)

@@ -1,7 +1,5 @@
 """MixUp and CutMix with microbatches: each microbatch has its own partners, and `yb` contains only targets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The model summary: counts and shapes compared with closed forms, and the unchanged Learner."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any
@@ -44,10 +42,6 @@ def digits(model: nn.Module | None = None, **kwargs: Any) -> Learner:
 
 def rows(s: Summary) -> list[tuple[str, str, int]]:
     return [(row.name, row.output, row.n_params) for row in s.layers]
-
-
-def n_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
 
 
 def test_a_convolutional_network_as_text() -> None:

@@ -1,19 +1,15 @@
 """What the error for a NaN names: the batch, its samples, and the parameters that are not finite."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.core.errors import LossError
-from learnkit.testing import synth_learner
-from tests.helpers.learners import quiet_learner
+from tests.helpers.learners import quiet_learner, quiet_synth_learner
 
 
 def learner(x: Tensor) -> Learner:
@@ -35,7 +31,6 @@ def test_raise_names_the_batch_and_what_is_not_finite() -> None:
 
 
 def test_large_gradients_are_finite() -> None:
-    learn = synth_learner(lr=0.0, cbs=GuardNonFinite('raise', grads=True))
-    learn.logger = noop
+    learn = quiet_synth_learner(lr=0.0, cbs=GuardNonFinite('raise', grads=True))
     scale = lambda cb: setattr(cb.learn, 'loss_grad', cb.learn.loss_grad * 1e36)
     learn.fit(1, cbs=Callback(before_backward=scale))

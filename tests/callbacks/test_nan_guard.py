@@ -1,19 +1,17 @@
 """The guard against NaN and infinity keeps both out of the weights and the recorded losses."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.nan_guard import GuardNonFinite, TerminateOnNaNCallback
 from learnkit.core.errors import LossError, OptionError
+from tests.helpers.learners import quiet_learner
 
 BAD = [math.nan, -math.inf]
 
@@ -29,9 +27,9 @@ def learner(
         x[4 * bad_at + 2, 1] = value
     dls = DataLoaders.from_tensors((x, y), (x[:4], y[:4]), bs=4, shuffle=False)
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)) if norm else nn.Linear(2, 1)
-    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_learner(
+        dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs
+    )
 
 
 def weights(learn: Learner) -> list[Tensor]:
@@ -71,8 +69,7 @@ def test_skip_is_training_without_that_batch() -> None:
     clean = learner(None, norm=True)
     batches = [b for i, b in enumerate(clean.dls.train) if i != 3]
     dls = DataLoaders(batches)
-    other = Learner(dls, clean.model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1)
-    other.logger = noop
+    other = quiet_learner(dls, clean.model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1)
     other.fit(2)
     assert all(map(torch.equal, weights(learn), weights(other)))
 

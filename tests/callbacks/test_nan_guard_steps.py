@@ -1,7 +1,5 @@
 """The guard at the end of a step: with SAM, a scaler, accumulation, microbatches and losses that arrive late."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -15,6 +13,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.callbacks.sam import SAM
 from learnkit.core.errors import CancelBatchException
+from tests.helpers.learners import quiet_learner
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Learner:
@@ -24,10 +23,16 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
     ]
     torch.manual_seed(4)
     model = nn.Linear(3, 2)
-    learn = Learner(batches, model, F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, **kwargs)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        batches,
+        model,
+        F.mse_loss,
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        cbs=cbs,
+        has_bar=False,
+        **kwargs,
+    )
 
 
 def spoil_loss(cb: Any) -> None:

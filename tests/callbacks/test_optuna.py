@@ -1,19 +1,17 @@
 """Pruning by Optuna: the same study as in plain Optuna, in one process and in two."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, MetricError, OptionError, R2Score, accuracy
 from learnkit.callbacks import OptunaPruning
 from learnkit.core.errors import MissingExtraError
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 optuna = pytest.importorskip('optuna')
@@ -43,9 +41,9 @@ def model() -> nn.Module:
 def learner(lr: float, *cbs: Any, bs: int = BS, **options: Any) -> Learner:
     dls = DataLoaders.from_tensors(tensors(), tensors(), bs=bs, shuffle=False)
     opt_func = torch.optim.SGD
-    learn = Learner(dls, model(), nn.MSELoss(), opt_func=opt_func, lr=lr, cbs=[*cbs], **options)
-    learn.logger = noop
-    return learn
+    return quiet_learner(
+        dls, model(), nn.MSELoss(), opt_func=opt_func, lr=lr, cbs=[*cbs], **options
+    )
 
 
 def search(objective: Callable[[Any], float], rates: list[float] = RATES) -> Any:

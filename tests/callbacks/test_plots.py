@@ -1,7 +1,5 @@
 """Plots of the Recorder and of the timings: the numbers in their artists."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

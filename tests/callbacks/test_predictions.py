@@ -1,7 +1,5 @@
 """Callbacks that fetch predictions in a fit, collect data, and sample with dropout."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any
@@ -18,6 +16,7 @@ from learnkit.callbacks.predictions import (
     MCDropoutCallback,
 )
 from learnkit.core.errors import CancelEpochException, CancelFitException
+from tests.helpers.learners import quiet_learner
 
 X, Y = torch.linspace(-1, 1, 28).view(14, 2), torch.linspace(0, 1, 14)[:, None]
 
@@ -28,10 +27,9 @@ def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
         model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
     train = TensorLoader(X, Y, bs=4, shuffle=True)
     dls = DataLoaders(train, kwargs.pop('valid', TensorLoader(X, Y, bs=4)))
-    learn = Learner(dls, model, nn.MSELoss(), lr=0.1, **{'metrics': mae, **kwargs})
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        dls, model, nn.MSELoss(), lr=0.1, has_bar=False, **{'metrics': mae, **kwargs}
+    )
 
 
 def training(learn: Learner) -> list[Any]:

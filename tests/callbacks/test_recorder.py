@@ -1,7 +1,5 @@
 """Compare the Recorder with direct computation: losses, metrics, hyperparameters, history, plots."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

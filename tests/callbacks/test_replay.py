@@ -1,7 +1,5 @@
 """Replay of a failed batch: the same numbers, the same exception, and an unchanged Learner."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -24,6 +22,7 @@ from learnkit import (
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import FitError, LossError
 from tests.helpers.comparing import same
+from tests.helpers.learners import quiet_learner
 
 
 class Boom(Exception):
@@ -38,10 +37,16 @@ def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
         train, (x[:8], x[:8, :1]) if valid else None, bs=4, seed=1, device='cpu'
     )
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 1))
-    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
-    return learn
+    return quiet_learner(
+        dls,
+        model,
+        nn.MSELoss(),
+        opt_func=torch.optim.Adam,
+        lr=0.1,
+        cbs=cbs,
+        has_bar=False,
+        **kwargs,
+    )
 
 
 class Seen(Callback):

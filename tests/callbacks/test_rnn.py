@@ -1,7 +1,5 @@
 """Recurrent models: several outputs, their penalties, and the reset of the hidden state."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, Learner, TrainEvalCallback
+from learnkit import Callback, Learner
 from learnkit.callbacks.rnn import ModelResetter, RNNCallback, RNNRegularizer, rnn_cbs
 from learnkit.core.errors import ModelError, OptionError
+from tests.helpers.learners import bare_learner
 
 
 class Recurrent(nn.Module):
@@ -39,14 +38,14 @@ def batches(n: int = 3, bs: int = 2, length: int = 5) -> list[tuple[Tensor, Tens
 
 
 def learner(bs: Any, model: nn.Module, *cbs: Any) -> Learner:
-    return Learner(
+    return bare_learner(
         (bs, bs[:1]),
         model,
         F.mse_loss,
         opt_func=torch.optim.SGD,
         lr=0.1,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
+        cbs=cbs,
+        recorder=None,
     )
 
 

@@ -1,7 +1,5 @@
 """Compare sharpness-aware minimization with a plain loop, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, CancelBatchException, Learner, Recorder, TrainEvalCallback
+from learnkit import Callback, CancelBatchException, Learner, Recorder
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.sam import SAM
 from learnkit.callbacks.training import GradientClip
 from learnkit.core.errors import OptionError
+from tests.helpers.learners import bare_learner
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     'SGD': partial(torch.optim.SGD, momentum=0.9),
@@ -36,14 +35,14 @@ def batches(n: int = 4) -> list[tuple[Tensor, Tensor]]:
 def learner(
     model: nn.Module, *cbs: Any, opt: Any = OPTIMIZERS['SGD'], train: Any = None, **kwargs: Any
 ) -> Learner:
-    return Learner(
+    return bare_learner(
         [*batches()] if train is None else train,
         model,
         F.mse_loss,
         opt_func=opt,
         lr=0.05,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
+        cbs=cbs,
+        recorder=None,
         **{'wd_bn_bias': True, **kwargs},
     )
 

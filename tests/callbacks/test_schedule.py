@@ -1,7 +1,5 @@
 """Annealing, combined schedules, `ParamScheduler`, and the fits that follow a schedule."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -12,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from learnkit import SGD, Callback, CancelFitException, Recorder, TrainEvalCallback
+from learnkit import SGD, Callback, CancelFitException
 from learnkit.callbacks.schedule import ParamScheduler, SchedLin, SchedNo
 from learnkit.core.errors import FitError, OptimizerError, ScheduleError
 from learnkit.testing import synth_learner
+from tests.helpers.learners import bare_learner
 
-
-def learner(n_train: int = 10, **kwargs: Any) -> Any:
-    options = {'cbs': [TrainEvalCallback, Recorder], **kwargs}
-    return synth_learner(n_train=n_train, n_valid=1, default_cbs=False, **options)
+learner = partial(bare_learner, cls=synth_learner, n_valid=1)
 
 
 # ----------------------------------------------------------------------------------- ParamScheduler

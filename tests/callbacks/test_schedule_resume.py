@@ -1,7 +1,5 @@
 """Schedules, torch schedulers and mixed precision resume exactly in the middle of an epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

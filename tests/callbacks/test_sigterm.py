@@ -1,7 +1,5 @@
 """`StopRequest`: one handler for all listeners, removed by the last; row 6 of the faults tests whole runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

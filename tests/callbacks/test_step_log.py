@@ -1,7 +1,5 @@
 """Hyperparameters of each step, as the optimizer used them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

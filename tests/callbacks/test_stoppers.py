@@ -1,7 +1,5 @@
 """Callbacks that end a fit by a time, a threshold or patience."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learnkit import Callback, Learner
+from learnkit import Callback
 from learnkit.callbacks.early_stopping import EarlyStopping
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.errors import CancelEpochException, OptionError, TimeError
@@ -18,11 +16,6 @@ from learnkit.metrics.averages import ValueMetric
 from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
 from tests.helpers.learners import quiet_synth_learner
-
-
-def quiet(**kwargs: Any) -> Learner:
-    return quiet_synth_learner(**kwargs)
-
 
 # ------------------------------------------------------------------------------------------ by time
 
@@ -38,7 +31,7 @@ def quiet(**kwargs: Any) -> Learner:
     ],
 )
 def test_stops_at_a_time(at: Any, batches: int, rows: int) -> None:
-    learn = quiet(n_train=10, cbs=FixedStopper(at))  # batches of 16
+    learn = quiet_synth_learner(n_train=10, cbs=FixedStopper(at))  # batches of 16
     learn.fit(10)
     assert (learn.time.ba, learn.opt.n_steps, len(learn.history)) == (batches, batches, rows)
 
@@ -61,7 +54,7 @@ def test_the_time_is_the_sum_of_all_fits_and_a_fit_after_it_trains_nothing(
 
 
 def test_stops_after_an_iteration() -> None:
-    learn = quiet(n_train=2, cbs=FixedStopper('2iter'))
+    learn = quiet_synth_learner(n_train=2, cbs=FixedStopper('2iter'))
     learn.fit(10, iteration=3)
     assert learn.time.ep == 6 and learn.time.iter == 2
 
@@ -70,7 +63,7 @@ def test_an_epoch_that_was_cancelled_counts_once_it_has_trained() -> None:
     def cancel(cb: Callback) -> None:
         raise CancelEpochException
 
-    learn = quiet(n_train=2, cbs=[FixedStopper('3ep'), Callback(after_step=cancel)])
+    learn = quiet_synth_learner(n_train=2, cbs=[FixedStopper('3ep'), Callback(after_step=cancel)])
     learn.fit(10, start_epoch=4)
     assert learn.time.ep == 3
 
@@ -91,7 +84,7 @@ def test_what_is_not_a_time_is_refused(wrong: Any) -> None:
     ],
 )
 def test_a_unit_that_is_not_counted_is_refused_before_training(cb: Callback) -> None:
-    learn = quiet(cbs=cb)
+    learn = quiet_synth_learner(cbs=cb)
     with pytest.raises(TimeError, match='9tok'):
         learn.fit(1)
     assert learn.time.ba == 0
@@ -112,7 +105,7 @@ def test_a_unit_that_is_not_counted_is_refused_before_training(cb: Callback) -> 
 )
 def test_patience_in_every_unit(patience: Any, rows: int) -> None:
     # the first epoch is the best; a number is reached, as in fastai, a time is exceeded, as in Composer
-    learn = quiet(n_train=10, lr=0.0, cbs=EarlyStopping(patience=patience))
+    learn = quiet_synth_learner(n_train=10, lr=0.0, cbs=EarlyStopping(patience=patience))
     learn.fit(10, lr=0.0, iteration=2)
     assert len(learn.history) == rows
 
@@ -127,7 +120,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
 def epochs_until(column: str, passes: Any, **kwargs: Any) -> int:
     "Return the number of epochs in which the same training passes a threshold, from its history."
     torch.manual_seed(1)
-    learn = quiet(lr=0.004, **kwargs)
+    learn = quiet_synth_learner(lr=0.004, **kwargs)
     learn.fit(20)
     return 1 + next(i for i, row in enumerate(learn.history) if passes(row[column]))
 
@@ -148,7 +141,9 @@ def test_stops_once_a_metric_is_past_a_threshold(
     column = monitor if isinstance(monitor, str) else 'mae'
     expected = epochs_until(column, passes, metrics=mae)
     torch.manual_seed(1)
-    learn = quiet(lr=0.004, metrics=mae, cbs=ThresholdStopper(monitor, threshold, comp))
+    learn = quiet_synth_learner(
+        lr=0.004, metrics=mae, cbs=ThresholdStopper(monitor, threshold, comp)
+    )
     learn.fit(20)
     assert 1 < len(learn.history) == expected < 20
     assert learn.threshold_stopper.value == learn.history[-1][column]
@@ -160,7 +155,7 @@ def test_nan_is_past_no_threshold() -> None:
     values = [math.nan, 1.0, math.nan, 3.0, 4.0]
     score = ValueMetric(lambda: values[at['learn'].epoch], 'score')
     stopper = ThresholdStopper('score', 2.0, lambda value, limit: not value <= limit)
-    at['learn'] = learn = quiet(metrics=score, cbs=stopper)
+    at['learn'] = learn = quiet_synth_learner(metrics=score, cbs=stopper)
     learn.fit(5)
     assert len(learn.history) == 4 and stopper.best == stopper.value == 3.0
 

@@ -1,7 +1,5 @@
 """torch schedulers in a fit give the rates of a plain loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -19,22 +17,16 @@ from learnkit import (
     CancelStepException,
     Checkpoint,
     GradientAccumulation,
-    Recorder,
-    TrainEvalCallback,
 )
 from learnkit.callbacks.schedule import LRScheduler
 from learnkit.core.errors import MetricError, OptimizerError, OptionError
-from tests.helpers.learners import quiet_synth_learner
+from learnkit.testing import synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def learner(n_train: int = 5, **kwargs: Any) -> Any:
-    options = {
-        'opt_func': torch.optim.AdamW,
-        'lr': 0.5,
-        'cbs': [TrainEvalCallback, Recorder],
-        **kwargs,
-    }
-    return quiet_synth_learner(n_train=n_train, n_valid=1, default_cbs=False, **options)
+    options = {'opt_func': torch.optim.AdamW, 'lr': 0.5, **kwargs}
+    return bare_learner(n_train, 1, cls=synth_learner, **options)
 
 
 def plain(make: Callable[[Any], Any], n: int, values: Any = None) -> Any:

@@ -1,7 +1,5 @@
 """Callbacks that track a value. Expected numbers that are not computed here are from fastai 2.8."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os
@@ -29,6 +27,7 @@ from learnkit.core.errors import (
 )
 from learnkit.metrics import ValueMetric, mae
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 NAN = math.nan
 VALUES = [5.0, 3.0, 4.0, 2.5, 2.45, 7.0, NAN, 1.0, 1.0, 2.0, 2.0, 2.0]
@@ -71,10 +70,9 @@ def run(
     cbs: Any = (),
     **fit: Any,
 ) -> Learner:
-    learn = synth_learner(
+    learn = quiet_synth_learner(
         n_train=1, n_valid=1, path=path, cbs=[cb, Overwrite(values), Look(), *cbs]
     )
-    learn.logger = noop
     learn.fit(len(values), **fit)
     return learn
 
@@ -119,8 +117,7 @@ def test_which_way_is_better_follows_the_name() -> None:
         return (pred - targ).abs().mean()
 
     for metric, better in ((accuracy, max), (error_rate, min)):
-        learn = synth_learner(lr=0.1, metrics=metric, cbs=TrackerCallback(metric.__name__))
-        learn.logger = noop
+        learn = quiet_synth_learner(lr=0.1, metrics=metric, cbs=TrackerCallback(metric.__name__))
         learn.fit(4)
         assert learn.tracker.best == better(row[metric.__name__] for row in learn.history)
     with pytest.warns(UserWarning, match='higher counts as better'):
@@ -135,8 +132,7 @@ def test_what_is_logged_can_be_watched_by_a_function() -> None:
         TrackerCallback(part, comp=np.less),
         Callback(after_loss=lambda cb: cb.training and cb.learn.log('part', 5 - cb.epoch)),
     ]
-    learn = synth_learner(cbs=cbs)
-    learn.logger = noop
+    learn = quiet_synth_learner(cbs=cbs)
     learn.fit(3)
     assert learn.tracker.best == 3.0
 
@@ -353,8 +349,7 @@ def test_weights_evaluated_within_an_epoch_are_saved_there(every: str, tmp_path:
     def note(cb: Any) -> None:
         seen.append(cb.recorder.measured['valid_loss'])
 
-    learn = synth_learner(lr=0.01, path=tmp_path, cbs=SaveModelCallback(), eval_every=every)
-    learn.logger = noop
+    learn = quiet_synth_learner(lr=0.01, path=tmp_path, cbs=SaveModelCallback(), eval_every=every)
     learn.fit(3, cbs=Callback(after_eval=note))
     assert learn.save_model.best == min(seen) == learn.validate()[0]
     assert seen.index(min(seen)) + 1 < len(seen)
@@ -412,8 +407,7 @@ def test_the_best_weights_are_loaded_whatever_ended_the_fit(
 ) -> None:
     breaks = Callback(after_epoch=fail(error), order=61.5)
     cbs = [SaveModelCallback(), Overwrite([3.0, 1.0, 2.0, 4.0, 5.0]), Look(), breaks]
-    learn = synth_learner(n_train=1, path=tmp_path, cbs=cbs)
-    learn.logger = noop
+    learn = quiet_synth_learner(n_train=1, path=tmp_path, cbs=cbs)
     if isinstance(error, CancelFitException):
         learn.fit(5, lr=0.0)
     else:

@@ -1,7 +1,5 @@
 """The callbacks about training on batches and epochs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -9,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import Callback, Learner, Recorder, TrainEvalCallback, before_batch_cb
+from learnkit import Callback, Learner, TrainEvalCallback, before_batch_cb
 from learnkit.callbacks.training import BnFreeze, CastToTensor, ChannelsLast, ShortEpochCallback
 from learnkit.core.errors import OptionError
-from tests.helpers.learners import quiet_synth_learner
+from learnkit.testing import synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
-    return quiet_synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
+    return bare_learner(cls=synth_learner, cbs=cbs, **kwargs)
 
 
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
@@ -106,9 +105,7 @@ def conv_learner(*cbs: Any, **kwargs: Any) -> Learner:
     ]
     dls = (batches, batches)
     loss_func = nn.MSELoss()
-    return Learner(
-        dls, model, loss_func, lr=0.01, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
-    )
+    return bare_learner(dls, model, loss_func, lr=0.01, cbs=cbs, recorder=None, **kwargs)
 
 
 def is_channels_last(t: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Compare clipping with torch's functions in a plain loop, and combine it with other training callbacks."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -11,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, Learner, TrainEvalCallback
+from learnkit import Callback, Learner
 from learnkit.callbacks.training import GradientClip, GradientValueClip
 from learnkit.core.errors import OptionError
+from tests.helpers.learners import bare_learner
 
 AdamW = partial(torch.optim.AdamW, weight_decay=0.01)
 
@@ -30,15 +29,15 @@ def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def learner(train: Any, model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
-    return Learner(
+    return bare_learner(
         (train, train),
         model,
         F.mse_loss,
         opt_func=AdamW,
         lr=0.05,
         wd_bn_bias=True,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
+        cbs=cbs,
+        recorder=None,
         **kwargs,
     )
 

@@ -1,7 +1,5 @@
 """Arguments of a compiled step: parameters without a gradient, and gradients that are left over."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

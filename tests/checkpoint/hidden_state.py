@@ -1,7 +1,5 @@
 """Set-ups whose training depends on state in unusual places, each trained, resumed in new objects, and judged."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import io

@@ -1,7 +1,5 @@
 """Buffers that a model has only after its first batches, and that state dicts leave out, in a new process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The digest of a Learner differs after a change of anything that can change, and is equal after it was undone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Digests: changes that they detect, changes that they ignore, and descriptions of differing states."""
 
-from __future__ import annotations
-
 import math
 import struct
 from copy import deepcopy

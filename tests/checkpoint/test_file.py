@@ -1,7 +1,5 @@
 """Write states to files and read them; `faults/test_f13` to `test_f25` test damaged and hostile files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Checkpoint folders: file names, the selected checkpoint, and which checkpoints may be deleted."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of callbacks in a checkpoint are written with it, verified, pruned, moved, and read on resume."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """State in unusual places is restored, named at the first checkpoint, or in the list of docs/checkpoints.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Copies of a state in host memory: their content, what they share, and what they allocate."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies of checkpoints in a store: what is uploaded, fetched, and removed, and stores that are slow or fail."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The first checkpoint names what has changed since the fit's start and no checkpoint holds, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

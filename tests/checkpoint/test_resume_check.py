@@ -1,7 +1,5 @@
 """What makes a resume inexact is found, and named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

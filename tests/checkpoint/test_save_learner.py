@@ -1,7 +1,5 @@
 """Trained models as weights and configuration: a file without code, and a Learner created from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

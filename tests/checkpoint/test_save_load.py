@@ -1,7 +1,5 @@
 """Save and load weights: restored values, refused files, and no changes after a refusal."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The schema of a state: what is wrong is named by its place, what was found, and what belongs there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints in memory: resuming from every place of a run equals an uninterrupted run."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

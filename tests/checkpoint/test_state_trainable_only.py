@@ -1,7 +1,5 @@
 """Checkpoints without frozen weights: their contents, exact resume, and models with another base."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exact resume with unusual models, optimizers, loaders and Learners."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

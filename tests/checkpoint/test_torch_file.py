@@ -1,7 +1,5 @@
 """Files of torch: either format is read, other files and code are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from zipfile import ZipFile
 

@@ -1,7 +1,5 @@
 """Errors for missing files, files without weights, and a Learner that was loaded without data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

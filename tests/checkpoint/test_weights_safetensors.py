@@ -1,20 +1,18 @@
 """Weights in the safetensors format: restored values, refused files, and no changes after a refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch as library
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import OptionError, WeightsError
 from tests.helpers.comparing import same
+from tests.helpers.learners import quiet_learner
 
 
 class Tied(nn.Module):
@@ -38,9 +36,9 @@ def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learne
     x, y = torch.randn(8, 3), torch.randn(8, 4)
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, device='cpu')
     loss_func = nn.MSELoss()
-    learn = Learner(dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_learner(
+        dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs
+    )
 
 
 def refused(learn: Learner, path: Path, match: str) -> None:

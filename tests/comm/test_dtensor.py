@@ -1,7 +1,5 @@
 """The mesh of hosts for a mesh of accelerators exists as long as a strategy uses it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Ranks of a training: variables of launchers, and real torchrun, SLURM and existing process groups."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

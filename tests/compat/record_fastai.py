@@ -5,8 +5,6 @@
 It writes each plan with its events, a digest of the counters at each of them, losses and final weights, and the results
 of the cases in fastai_style.py.in."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """learnkit does what fastai does: recorded from fastai, and live where fastai is installed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Callback objects of fastai itself, in a Learner of learnkit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

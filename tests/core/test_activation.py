@@ -1,7 +1,5 @@
 """Activations and decoders of torch's losses, each compared with its formula."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import SGD, AccumMetric, DataLoaders, Learner, accuracy
+from learnkit import SGD, AccumMetric, DataLoaders, accuracy
 from learnkit.core.activation import find_activation, find_decoder, find_scores, outputs_of
 from learnkit.losses import (
     BaseLoss,
@@ -21,6 +19,7 @@ from learnkit.losses import (
     FocalLossFlat,
     MSELossFlat,
 )
+from tests.helpers.learners import quiet_learner
 
 LOGITS = torch.tensor([[-1.0, 0.5, 2.0], [0.0, 1.0, -3.0]])
 SOFTMAX, SIGMOID = LOGITS.exp() / LOGITS.exp().sum(1, keepdim=True), 1 / (1 + (-LOGITS).exp())
@@ -144,8 +143,7 @@ def test_metrics_and_predictions_take_the_scores(kind: str) -> None:
     metrics = [accuracy, AccumMetric(share_of_hits, flatten=False)]
     dls = DataLoaders(batches, batches)
     model = nn.Linear(6, 6)
-    learn = Learner(dls, model, head_losses()[kind], SGD, metrics=metrics, lr=0.5)
-    learn.logger = lambda row: None
+    learn = quiet_learner(dls, model, head_losses()[kind], SGD, metrics=metrics, lr=0.5)
     with learn.no_bar():
         learn.fit(3)
         loss, *found = learn.validate()

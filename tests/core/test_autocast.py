@@ -1,7 +1,5 @@
 """Casts of weights in autocast blocks: dropped, or not kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

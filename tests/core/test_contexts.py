@@ -1,7 +1,5 @@
 """A context that replaces an attribute."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every loss class of torch.nn on ragged batches, against the loss and the gradient of the whole set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +14,6 @@ from tests.helpers.learners import bare_learner
 N_FEATURES = 4
 WEIGHT = torch.tensor([1.0, 4.0, 0.2, 2.0], dtype=torch.float64)
 Batch = tuple[Tensor, ...]  # inputs and targets
-Maker = Callable[[int, int, torch.Generator], Batch]  # f(samples, length, generator)
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """A device that is never read: no wait of the host in a steady batch, and few calls beside those of a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

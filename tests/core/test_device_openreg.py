@@ -1,7 +1,5 @@
 """Training on `torch_openreg`, PyTorch's example of an accelerator that is not built into torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Training on a device compared with loops by hand; what does not need streams runs on the CPU too."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -57,7 +55,7 @@ def learner(device: str, *cbs: Any, num_workers: int = 0, **kwargs: Any) -> Lear
     torch.manual_seed(0)
     dls = DataLoaders.from_datasets(Noisy(), None, 8, num_workers=num_workers, device=device)
     options = {'opt_func': Adam, 'lr': 0.01, **kwargs}
-    return quiet_learner(dls, make_net(), F.cross_entropy, cbs=list(cbs), **options, has_bar=False)
+    return quiet_learner(dls, make_net(), F.cross_entropy, cbs=list(cbs), has_bar=False, **options)
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -1,7 +1,5 @@
 """Versions and devices in bug reports."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Bad input raises a typed error with the cause and the fix before a weight changes; then the Learner trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrong options raise typed errors with the cause and the fix before a weight changes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Where an exception was raised is a record of its own: a user's note that reads like one is not."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors whose values stay in a file."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The lock on a folder within one process; `faults/test_f34_two_runs_one_folder.py` tests several processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Hints for keywords and names of other libraries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

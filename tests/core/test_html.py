@@ -1,7 +1,5 @@
 """Tables as HTML: well-formed, escaped, and shortened if they are long."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 from learnkit.core.html import table

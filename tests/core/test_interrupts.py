@@ -1,7 +1,5 @@
 """Ctrl-C is delayed once, and handlers of users stay."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

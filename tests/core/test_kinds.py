@@ -1,7 +1,5 @@
 """Objects in the place of another one are refused in one line that names what they are and where they belong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Models: buffers are restored after a pass that is not a part of the training."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

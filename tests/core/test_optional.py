@@ -1,7 +1,5 @@
 """Errors of missing optional libraries: each names the library and the command that installs it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

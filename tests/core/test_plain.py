@@ -1,7 +1,5 @@
 """Conversion to plain data, compared with what torch loads from a file without executing code."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from enum import IntEnum
 from pathlib import Path

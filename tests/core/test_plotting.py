@@ -1,7 +1,5 @@
 """Axes, colors and pictures of plots, compared with matplotlib's own."""
 
-from __future__ import annotations
-
 import base64
 from io import BytesIO
 

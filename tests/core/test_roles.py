@@ -1,7 +1,5 @@
 """Parameters without weight decay, averaged tensors and frozen norm layers, by name of the expected ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

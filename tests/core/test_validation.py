@@ -1,7 +1,5 @@
 """Hints in error messages, and the line that warnings point to."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What counts as an evaluation, and which value is better."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """Validation loaders with an interval and metrics, and the names of loaders."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit import Evaluator

@@ -1,7 +1,5 @@
 """Digest of the last batch: what differs, what may differ, and batches that callbacks change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

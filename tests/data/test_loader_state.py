@@ -1,7 +1,5 @@
 """State of loaders: a loader made alike gives the batches that come next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loader positions: from any place of an epoch, the same batches and random numbers as without a stop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

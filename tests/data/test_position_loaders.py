@@ -1,7 +1,5 @@
 """Loader positions with tensors, lists, iterators, streams, persistent workers and loaders with state."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Custom loaders in runs that are killed at three places and resumed, against a run without a stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Copies ahead of time: order, errors and streams, with a stand-in for the streams of a device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A block that reads from loaders changes no later batch, whatever draws the order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

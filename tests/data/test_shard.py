@@ -1,7 +1,5 @@
 """The order that all ranks share is drawn apart from the other random numbers of each rank."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Displayed samples: pixels and titles, the loader and the batch, and the data set's own method."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

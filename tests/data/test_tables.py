@@ -1,7 +1,5 @@
 """Samples of vectors, signals, words and dicts as tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Data frames, columns, arrays and lists as tensors with one row a sample."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Loader workers outlive a SIGTERM and end with their process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

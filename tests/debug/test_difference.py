@@ -1,7 +1,5 @@
 """The event, the callback and the quantity of one difference that was planted in one of two runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`doc` for events, callbacks, classes and functions."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

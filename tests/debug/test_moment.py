@@ -1,7 +1,5 @@
 """Other steps, samples and branches from a moment of an earlier run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO

@@ -1,7 +1,5 @@
 """What an editor and a notebook offer: completion in a callback that is being typed, and parameters in the help."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The losses that a run has recorded, by the number of the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

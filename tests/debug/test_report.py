@@ -1,7 +1,5 @@
 """The report of a run: the contents of its file, an unchanged run, and escaped names."""
 
-from __future__ import annotations
-
 import base64
 import re
 import sys
@@ -16,6 +14,7 @@ from torch import nn
 from learnkit import Callback, DataLoaders, Learner, OptionError, TensorLoader, accuracy
 from learnkit.checkpoint.digest import differences
 from learnkit.core.random import capture_rng
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 ALL = [
@@ -46,9 +45,9 @@ def classifier(path: Path, *cbs: Any) -> Learner:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(36, 3))
     dls = images()
-    learn = Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy, lr=0.1, path=path, cbs=cbs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        dls, model, nn.CrossEntropyLoss(), metrics=accuracy, lr=0.1, path=path, cbs=cbs
+    )
 
 
 class Page(HTMLParser):

@@ -1,7 +1,5 @@
 """Text and HTML of objects: no errors, no drawn batch, no wait for a device."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The state before any batch of an earlier run, and its loss, again; and what is refused."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Losses and gradients of single samples: by torch.func and one after the other, compared with a loop by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

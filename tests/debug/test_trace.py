@@ -1,7 +1,6 @@
 """Views of a training: handlers and their places, the time of its parts, and which callback changed what."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from learnkit import Callback, GradientClip, LRMonitor, MixUp, OptimizerMonitor
 from tests.helpers.learners import quiet_synth_learner
 
-
-def learner(n_train: int = 3, **kwargs: Any) -> Any:
-    return quiet_synth_learner(n_train=n_train, n_valid=1, **kwargs)
+learner = partial(quiet_synth_learner, n_train=3, n_valid=1)
 
 
 # ------------------------------------------------------------------------------------------ explain

@@ -1,7 +1,5 @@
 """A training as in a notebook, on real data: a learning rate search, then a schedule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

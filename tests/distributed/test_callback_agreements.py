@@ -1,7 +1,5 @@
 """Agreements of several processes: where they stop and leave."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

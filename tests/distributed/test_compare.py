@@ -1,7 +1,5 @@
 """Descriptions and checksums by which ranks are compared; ranks that differ are refused."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

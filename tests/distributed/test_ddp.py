@@ -1,7 +1,5 @@
 """Several processes train like one process on all of the data: weights, histories, counters, files."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas do not drift: tokens, clocks, line searches, sharded loaders, and ends of fits."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from time import sleep

@@ -2,8 +2,6 @@
 
 The CPU case checks these tests on machines without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Mistakes that are silent elsewhere in distributed training raise an error or a warning."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints of several processes: one file, from which any number of processes resumes."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +14,7 @@ from learnkit import SGD, Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
 from learnkit.checkpoint.compare import learn_digest
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -36,18 +34,6 @@ class Break(Callback):
 
     def state_dict(self) -> None:
         return None  # the next process is interrupted later
-
-
-class Jitter(nn.Module):
-    "Add noise from a generator of its own, which differs by process."
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.rng = torch.Generator().manual_seed(seed)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(x.shape, generator=self.rng, dtype=x.dtype)
-        return x + noise if self.training else x
 
 
 def make(
@@ -191,8 +177,7 @@ def count_passes(
         ]
         dls = make_dls(8 * 4 * n_ranks, 4, n_valid=4)
         cbs += [GradientAccumulation(batches=n_acc)] if n_acc > 1 else []
-        learn = Learner(dls, kind(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
-        learn.logger = noop
+        learn = quiet_learner(dls, kind(), F.cross_entropy, SGD, lr=0.1, path=path, cbs=cbs)
         learn.model.double()
         with (
             expect_interrupt() if broken_off else nullcontext(),

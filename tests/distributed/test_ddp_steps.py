@@ -1,7 +1,5 @@
 """Steps of several processes equal steps of one process; gradients are sent when a step follows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

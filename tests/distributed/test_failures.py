@@ -1,7 +1,5 @@
 """Failures over ranks: what a failing rank publishes, and the error of each other rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

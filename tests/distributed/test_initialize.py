@@ -1,7 +1,5 @@
 """Models on the meta device: initialized layer by layer, read from files, or broadcast; trained as with weights."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial

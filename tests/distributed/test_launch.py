@@ -1,7 +1,5 @@
 """`learn.launch`: processes started from a notebook, their results, and their ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

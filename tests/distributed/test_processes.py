@@ -1,7 +1,5 @@
 """Runs over several processes: none begins after a failed one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

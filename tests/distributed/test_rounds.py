@@ -1,7 +1,5 @@
 """Shards of loaders that are not read by index: parts of rounds, and rows of batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of a round: of almost equal size, and together the whole round."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

@@ -1,7 +1,5 @@
 """Shards of loaders: together they yield the batches of one process once each, and resume from any batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ from tests.helpers.positions import EpochCountSampler, IndexByIndex, OwnSeed, Se
 from tests.helpers.shards import Make, Together, alone, items, make_by_kind, rounds_of, tensors
 
 pytestmark = pytest.mark.dist
-
-OTHERS = ('torch', 'numpy', 'python')
 
 
 KINDS = [

@@ -1,7 +1,5 @@
 """Shards of whole `DataLoaders`, loaders that are already sharded, and refused loaders."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

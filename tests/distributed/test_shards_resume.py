@@ -1,7 +1,5 @@
 """Shards of loaders resume from any batch, with the same or another number of processes."""
 
-from __future__ import annotations
-
 import io
 from itertools import chain
 from typing import Any

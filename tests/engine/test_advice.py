@@ -1,7 +1,5 @@
 """Checks of the first batches: metrics, the last layer, counters, and the loss that callbacks set."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

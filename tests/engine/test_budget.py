@@ -1,7 +1,5 @@
 """Length of a fit: epochs, or a budget in any unit that ends the fit at a batch boundary with every event fired."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

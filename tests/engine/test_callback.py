@@ -1,7 +1,5 @@
 """Callbacks alone: calls, functions, reading through to the Learner, shadowing, names, misses, state, `Periodic`."""
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from types import SimpleNamespace
@@ -17,21 +15,18 @@ from learnkit import (
     Learner,
     Periodic,
     TimeError,
-    TrainEvalCallback,
     UnknownEventError,
 )
-from learnkit.testing import RegModel, synth_dls, synth_learner
+from learnkit.testing import RegModel, synth_dls
 from tests.helpers.clock import use_clock
+from tests.helpers.learners import bare_learner, quiet_synth_learner
 
 SHADOW = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
     "Return a Learner that prints nothing."
-    learn = synth_learner(cbs=cbs, **kwargs)
-    learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
-    learn.logger = lambda row: None
-    return learn
+    return quiet_synth_learner(*cbs, has_bar=False, **kwargs)
 
 
 # Calling
@@ -120,9 +115,7 @@ def test_writing_through_learn_changes_the_run() -> None:
     batches, model, grads = [(torch.randn(4, 1), torch.randn(4, 1))], RegModel(), []
     read = Callback(before_step=lambda cb: grads.append(cb.model.a.grad.clone()))
     for cbs in ([read], [Callback(after_loss=double), read]):
-        Learner(
-            batches, model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], lr=0.0, default_cbs=False
-        ).fit(1)
+        bare_learner(batches, model, nn.MSELoss(), cbs=cbs, recorder=None, lr=0.0).fit(1)
     assert torch.equal(grads[1], 2 * grads[0])
 
 

@@ -1,7 +1,5 @@
 """Warnings of handlers with other libraries' names, and of attributes that hide the loop's state."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from types import SimpleNamespace

@@ -1,7 +1,6 @@
 """Callback states: a key for each callback, plain values, and warnings that name missing callbacks."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +27,7 @@ class Counter(Callback):
         self.n = sd['n']
 
 
-def learner(*cbs: Any) -> Any:
-    return quiet_synth_learner(cbs=list(cbs), n_train=3, n_valid=1)
+learner = partial(quiet_synth_learner, n_train=3, n_valid=1)
 
 
 def test_two_of_one_class_keep_separate_states() -> None:

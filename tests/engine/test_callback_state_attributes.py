@@ -1,7 +1,5 @@
 """Callbacks without `state_dict`, as written for fastai: their attributes are restored on resume."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum

@@ -1,7 +1,5 @@
 """Models, losses and sizes that are refused before training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`Every`: the multiples of an interval that a Learner's time has reached."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare users' loops that use `forward` and `optimize` with plain torch loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dispatch: order, switches, changes during a run, redefined classes, observers, whole-event callbacks."""
 
-from __future__ import annotations
-
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -19,13 +17,12 @@ from learnkit import (
 from learnkit.engine.callback import defined_on_class
 from learnkit.engine.dispatch import log_to_callbacks
 from learnkit.testing import synth_learner
+from tests.helpers.learners import bare_learner, quiet_synth_learner
 
 
 def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learner:
     "Return a Learner that counts and trains, and prints nothing."
-    return synth_learner(
-        n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
-    )
+    return bare_learner(n_train, n_valid, cls=synth_learner, cbs=cbs, recorder=None, **kwargs)
 
 
 class Noted(Callback):
@@ -464,8 +461,7 @@ def test_an_order_that_nobody_wrote_follows() -> None:
             if self.training:
                 seen.append(f'{self.train_iter} batches')
 
-    learn = synth_learner(cbs=[BeforeCounters, AfterRow], n_train=1)
-    learn.logger = lambda row: None
+    learn = quiet_synth_learner(cbs=[BeforeCounters, AfterRow], n_train=1)
     learn.fit(1)
     assert seen == ['0 batches', '1 rows']
 

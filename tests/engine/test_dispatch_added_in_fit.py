@@ -1,7 +1,5 @@
 """Callbacks added or removed during a fit start there, and leave gradients, rates and losses right."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`run_in` selects the runs in which a callback's handlers are called."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit import Callback, FixedStopper

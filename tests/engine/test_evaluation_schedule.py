@@ -1,7 +1,5 @@
 """Evaluations at epoch ends or within epochs, each loader at its own interval."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -20,7 +18,7 @@ from learnkit import (
     mse,
 )
 from learnkit.data.evaluator import Evaluator
-from learnkit.testing import synth_dls, synth_learner
+from learnkit.testing import synth_dls
 from tests.helpers.learners import quiet_synth_learner
 
 
@@ -165,8 +163,7 @@ def test_exact_event_counts_in_nested_settings() -> None:
     torch.manual_seed(0)
     dls = synth_dls(bs=8, n_train=3, n_valid=2)
     dls = DataLoaders(dls.train, {'a': dls.valid, 'b': dls.valid})
-    learn = synth_learner(dls=dls, microbatch=4, eval_every='2ba', cbs=(counts := Counts()))
-    learn.logger = lambda row: None
+    learn = quiet_synth_learner(dls=dls, microbatch=4, eval_every='2ba', cbs=(counts := Counts()))
     counts.n.clear()
     learn.fit(2, iteration=1)
     evaluations, validations = 3, 6  # after batches 2, 4 and 6

@@ -1,7 +1,5 @@
 """The lifecycle table: its names, its readers, and the loop's events compared with it."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loaders whose `len()` is wrong, changes, or raises an error."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from learnkit import SGD, BatchError, Callback, DataLoaders, Learner
 from learnkit.callbacks.progress import Bar
 from learnkit.engine.lengths import Lengths, find_length
 from learnkit.testing import synth_dls
+from tests.helpers.learners import quiet_learner
 
 N_EPOCH = 4
 
@@ -44,9 +43,9 @@ class Loader:
 
 def make_learner(train: Any, valid: Any = None, *cbs: Any) -> Learner:
     torch.manual_seed(0)
-    learn = Learner(DataLoaders(train, valid), nn.Linear(3, 1), nn.MSELoss(), SGD, cbs=list(cbs))
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        DataLoaders(train, valid), nn.Linear(3, 1), nn.MSELoss(), SGD, cbs=list(cbs)
+    )
 
 
 class Notes(Callback):

@@ -1,7 +1,5 @@
 """The loop: order and number of events, the state at each event, and state that evaluation does not change."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import SGD, Callback, DataLoaders, Learner, Recorder, TensorLoader, TrainEvalCallback
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from tests.helpers.learners import bare_learner
 
 
 class Journal(Callback):
@@ -31,9 +30,7 @@ class Journal(Callback):
 
 
 def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learner:
-    return synth_learner(
-        n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
-    )
+    return bare_learner(n_train, n_valid, cls=synth_learner, cbs=cbs, recorder=None, **kwargs)
 
 
 def named_dls(n_train: int = 12, bs: int = 4) -> DataLoaders:
@@ -68,12 +65,12 @@ def valid_events(n: int) -> list[str]:
 
 
 def test_a_whole_fit_event_by_event() -> None:
-    learn = Learner(
+    learn = bare_learner(
         named_dls(),
         RegModel(),
         nn.MSELoss(),
-        cbs=[TrainEvalCallback, log := Journal()],
-        default_cbs=False,
+        cbs=[log := Journal()],
+        recorder=None,
         microbatch=2,
     )
     learn.fit(2, iteration=2)
@@ -107,9 +104,7 @@ def test_a_whole_fit_event_by_event() -> None:
 
 def test_a_fit_without_validation_fires_no_event_of_evaluation() -> None:
     dls = DataLoaders(synth_dls(n_train=2).train)
-    learn = Learner(
-        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
-    )
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), cbs=[log := Journal()], recorder=None)
     learn.fit(1)
     assert log.seen[2:-2] == ['before_epoch', *train_events(2), 'after_epoch', 'epoch_checkpoint']
 
@@ -122,9 +117,7 @@ def test_no_epoch_fires_the_events_of_fit_alone() -> None:
 
 def test_a_standalone_validation() -> None:
     dls = named_dls()
-    learn = Learner(
-        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
-    )
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), cbs=[log := Journal()], recorder=None)
     learn.validate()
     assert log.seen[1:] == [
         'before_fit',
@@ -174,7 +167,7 @@ def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
 
     log = Journal(where, 'before_train after_batch before_validate')
     dls = named_dls()
-    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log], default_cbs=False)
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), cbs=[log], recorder=None)
     learn.fit(1)
     assert [w for _, w in log.seen] == [
         *[('train', 'train', True, w) for w in (True, True, True, True)],
@@ -234,7 +227,7 @@ def test_pct_train_starts_each_epoch_at_its_share() -> None:
 
 def test_the_last_batch_counts_its_own_samples() -> None:
     dls = DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4)
-    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
+    learn = bare_learner(dls, RegModel(), nn.MSELoss(), recorder=None)
     learn.fit(2)
     assert (learn.time.ba, learn.time.sp) == (6, 20)
 
@@ -488,7 +481,7 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 def test_evaluation_restores_generators_modes_and_state(evaluate: Callable[[Learner], Any]) -> None:
     model = net()
     dls = synth_dls(n_train=3, n_valid=2)
-    learn = Learner(dls, model, nn.MSELoss(), cbs=[TrainEvalCallback, Noisy], default_cbs=False)
+    learn = bare_learner(dls, model, nn.MSELoss(), cbs=[Noisy], recorder=None)
     inside: list[bool] = []
     names = (
         'training phase dl dl_name iter n_iter xb yb pred loss epoch train_iter pct_train'.split()

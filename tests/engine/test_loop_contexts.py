@@ -1,7 +1,5 @@
 """Contexts of callbacks around parts of a batch are entered by the loop, and exited after any error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The cost of a step in counts that are equal on every machine: calls, live tensors, imports, host reads."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 The device is simulated by tensors on `meta`. A dispatch mode answers transfers to the host, which would raise
 otherwise, and records the event of each transfer."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """All loops take their steps in one function, with the same events in the same order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`loss` keeps its graph within its batch, as in fastai, and holds nothing of it afterwards."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -17,9 +15,8 @@ from learnkit import (
     CancelBatchException,
     GradientAccumulation,
     Learner,
-    Recorder,
-    TrainEvalCallback,
 )
+from tests.helpers.learners import bare_learner
 
 BATCHES = [
     (torch.randn(8, 3, generator=torch.Generator().manual_seed(i)).double(), torch.arange(8) % 4)
@@ -34,11 +31,8 @@ def make_model() -> nn.Module:
 
 def make_learner(*cbs: Any, cls: type[Learner] = Learner, **options: Any) -> Learner:
     defaults = {'opt_func': SGD, 'lr': 0.5, **options}
-    all_cbs = [TrainEvalCallback, Recorder, *cbs]
     dls = (BATCHES, BATCHES)
-    learn = cls(dls, make_model(), F.cross_entropy, default_cbs=False, cbs=all_cbs, **defaults)
-    learn.logger = lambda row: None
-    return learn
+    return bare_learner(dls, make_model(), F.cross_entropy, cbs=cbs, cls=cls, **defaults)
 
 
 def weights_of(learn: Learner) -> Tensor:

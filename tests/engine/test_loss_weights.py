@@ -1,7 +1,5 @@
 """The denominator of a loss: compared with torch's means, and its number of host reads."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -48,7 +46,7 @@ from learnkit.losses import (
     FocalLossFlat,
     LabelSmoothingCrossEntropyFlat,
 )
-from tests.helpers.learners import bare_learner
+from tests.helpers.learners import bare_learner, quiet_learner
 
 WEIGHT = torch.tensor([1.0, 4.0, 0.5], dtype=torch.float64)
 
@@ -174,8 +172,7 @@ def test_a_model_that_computes_its_own_loss_of_tokens_is_warned_of() -> None:
 
     batches = [{'x': pred, 'labels': targ} for pred, targ in ONE_EACH]
     cbs = [TrainEvalCallback, Recorder]
-    learn = Learner(batches, Own(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs)
-    learn.logger = lambda row: None
+    learn = quiet_learner(batches, Own(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs)
     with pytest.warns(UserWarning, match="Own.*weight_func='tokens'"):
         learn.fit(1)
 
@@ -731,8 +728,7 @@ def test_equal_predictions_are_compared_again() -> None:
     batches = [(torch.randn(8, 1, generator=gen), torch.randn(8, generator=gen))] * 3
     model = nn.Sequential(nn.Linear(1, 1), nn.Flatten(0))
     nn.init.zeros_(model[0].weight)
-    learn = Learner(batches, model, counted, SGD, cbs=[TrainEvalCallback, Recorder])
-    learn.logger = lambda row: None
+    learn = quiet_learner(batches, model, counted, SGD, cbs=[TrainEvalCallback, Recorder])
     with learn.no_bar():
         learn.validate(dl=batches[:1])
         n_compared = len(calls) - 1
@@ -777,7 +773,7 @@ def test_half_precision_has_a_wider_tolerance(dtype: torch.dtype, n: int) -> Non
 
     batches = [(torch.randn(k, 1).to(dtype), torch.randn(k)) for k in (8, 5)]
     model = nn.Sequential(nn.Linear(1, 1), nn.Flatten(0)).to(dtype)
-    learn = Learner(batches, model, off, SGD, default_cbs=False, cbs=[TrainEvalCallback, Recorder])
+    learn = bare_learner(batches, model, off, SGD)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         learn.validate(dl=batches)

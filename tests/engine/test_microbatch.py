@@ -1,7 +1,5 @@
 """Microbatches: gradients equal to the whole batch's, and the state within and after a microbatch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +22,7 @@ from learnkit import (
     TrainEvalCallback,
     mse,
 )
+from tests.helpers.learners import bare_learner
 
 VOCAB, PAD = 7, -100
 
@@ -50,14 +49,14 @@ def learner(
     lr: float = 0.0,
     **kwargs: Any,
 ) -> Learner:
-    return Learner(
+    return bare_learner(
         batches,
         model,
         loss or nn.MSELoss(),
         opt_func=SGD,
         lr=lr,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
+        cbs=cbs,
+        recorder=None,
         microbatch=size,
         **kwargs,
     )

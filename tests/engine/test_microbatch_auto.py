@@ -1,7 +1,5 @@
 """`microbatch='auto'` repeats a batch that runs out of memory in smaller microbatches, with equal results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Freezing: trained groups, norm layers and their modes, the optimizer's state, and errors."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -19,11 +17,11 @@ from learnkit import (
     Learner,
     ModelError,
     OptimWrapper,
-    TrainEvalCallback,
 )
 from learnkit.optim.hyperparams import params
 from learnkit.optim.optimizers import Lookahead
 from tests.helpers.compiling import needs_whole_step
+from tests.helpers.learners import bare_learner
 from tests.helpers.optimizing import data
 
 
@@ -42,12 +40,12 @@ def parts(m: nn.Module) -> list[list[nn.Parameter]]:
 
 def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     options = {'opt_func': partial(SGD, mom=0.9), 'lr': 0.05, 'splitter': parts, **kwargs}
-    return Learner(
+    return bare_learner(
         (data(), data(2)),
         net() if model is None else model,
         nn.MSELoss(),
-        default_cbs=False,
-        cbs=[TrainEvalCallback, *cbs],
+        cbs=cbs,
+        recorder=None,
         **options,
     )
 
@@ -152,7 +150,7 @@ def test_a_new_optimizer_has_the_frozen_groups_too(splitter: Any) -> None:
 def test_what_was_frozen_by_hand_stays_so_with_the_default_splitter() -> None:
     model = net()
     model[0].requires_grad_(False)
-    learn = Learner(data(), model, nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
+    learn = bare_learner(data(), model, nn.MSELoss(), recorder=None)
     learn.unfreeze()
     assert trained(learn) == [*MIDDLE, *HEAD] == moved(learn)
 
@@ -213,7 +211,7 @@ def test_a_compiled_step_notices_freezing() -> None:
         torch.manual_seed(0)
         x = torch.randn(80, 3)
         dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
-        learn = Learner(
+        learn = bare_learner(
             dls,
             net().float(),
             F.mse_loss,
@@ -221,8 +219,7 @@ def test_a_compiled_step_notices_freezing() -> None:
             lr=0.05,
             splitter=parts,
             train_bn=False,
-            cbs=TrainEvalCallback,
-            default_cbs=False,
+            recorder=None,
         )
         if compiled:
             learn.compile(step=True, backend='eager')

@@ -1,7 +1,5 @@
 """Paths in checkpoints, which may come from somebody else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes over a training loader in copies of a Learner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 

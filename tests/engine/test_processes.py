@@ -1,7 +1,5 @@
 """Training in one process, of which a launcher may have started several."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """State of single callbacks that the next step, or the end of the fit, depends on after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fit resumed in the middle of an epoch records exactly what an uninterrupted fit records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,16 +11,15 @@ from torch import Tensor, nn
 from learnkit import (
     Callback,
     DataLoaders,
-    Learner,
     Metric,
     Recorder,
-    TrainEvalCallback,
 )
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import ParamScheduler, SchedCos
 from learnkit.core.time import format_seconds
 from learnkit.metrics import RMSE, AccumMetric, mae
 from tests.helpers.clock import use_clock
+from tests.helpers.learners import bare_learner
 
 N_BATCHES, N_EPOCH = 5, 3
 
@@ -39,13 +36,13 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
     dls = DataLoaders.from_tensors(train, {'valid': data(6, 2), 'other': data(5, 3)}, bs=4)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
     options = {'metrics': [mae, RMSE(), AccumMetric(ratio)], **kwargs}
-    learn = Learner(
+    learn = bare_learner(
         dls,
         model,
         loss_func=nn.MSELoss(),
         lr=0.05,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs],
+        cbs=cbs,
+        recorder=Recorder(train_metrics=True),
         **options,
     )
     learn.rows = []

@@ -1,26 +1,25 @@
 """Runs: a stop holds for one fit, errors are raised in their order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from learnkit import Callback, CancelBackwardException, Learner, TrainEvalCallback
+from learnkit import Callback, CancelBackwardException, Learner
 from learnkit.engine.run import raise_first, run_level, set_batch
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def test_a_stop_between_fits_does_not_shorten_the_next() -> None:
-    learn = synth_learner(3, cbs=TrainEvalCallback, default_cbs=False)
+    learn = bare_learner(3, recorder=None, cls=synth_learner)
     learn.stop()
     learn.fit(2)
     assert learn.train_iter == 6
 
 
 def test_a_stop_in_a_validation_alone_does_not_shorten_the_next_fit() -> None:
-    learn = synth_learner(3, cbs=TrainEvalCallback, default_cbs=False)
+    learn = bare_learner(3, recorder=None, cls=synth_learner)
     learn.validate(cbs=Callback(after_batch=lambda cb: cb.learn.stop()))
     learn.fit(1)
     assert learn.train_iter == 3

@@ -1,7 +1,5 @@
 """The seams of the loop: each is taken, changes what a plain loop would compute, and is given back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

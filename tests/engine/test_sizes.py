@@ -1,7 +1,5 @@
 """Number of samples of batches whose first tensor does not have the samples along its first axis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Undo changes of objects, in place."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict, defaultdict, deque
 from types import SimpleNamespace

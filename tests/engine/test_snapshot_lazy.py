@@ -1,7 +1,5 @@
 """Lazy modules, which have no values before the first forward pass, in fits and in searches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,21 +1,19 @@
 """Counters, and the mode of each module in training and evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner, Recorder, SkipToEpoch, TrainEvalCallback
+from learnkit import Callback, DataLoaders, Learner, SkipToEpoch, TrainEvalCallback
 from learnkit.engine.train_eval import keep_modes
-from learnkit.testing import synth_dls
-from tests.helpers.learners import quiet_synth_learner
+from learnkit.testing import synth_dls, synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
-    return quiet_synth_learner(cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
+    return bare_learner(cls=synth_learner, cbs=cbs, **kwargs)
 
 
 def test_start_epoch_trains_only_from_there_on() -> None:

@@ -1,7 +1,5 @@
 """Traits of callbacks: declared once, documented, and close names are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the fault tests share: a learner with everything on, its digest, and what must be true after any failure."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """What the tests of checkpoints' files share: a small state as real ones are, and files tampered with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

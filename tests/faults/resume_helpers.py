@@ -1,7 +1,5 @@
 """What rows 1 to 5 share: a Learner of many parts, and resuming it in processes of their own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """Shared by tests of whole runs: trainings in child processes that are signalled and resumed from checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each part is a dict of fields of `SetUp`. A part whose state no checkpoint can hold has the name of this state as
 `lost`: the first checkpoint has to warn of it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -4,8 +4,6 @@
 
 Further arguments go to pytest. The page is written only when everything has run; the table is printed always."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Row 1: SIGKILL at a random instant. The resumed run ends in the very state of one that was not killed."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit.testing.harness import kill_and_resume

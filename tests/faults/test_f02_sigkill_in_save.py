@@ -2,8 +2,6 @@
 
 A save in the background is lost too while it is under way: with a checkpoint after every batch, that may be two."""
 
-from __future__ import annotations
-
 import random
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Row 3: resume at every step of two epochs in a new process, other seeds: shuffle, dropout, Adam, one-cycle, EMA."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

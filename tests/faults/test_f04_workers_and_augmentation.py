@@ -1,7 +1,5 @@
 """Row 4: as row 3, with loader workers and augmentation that draws from torch, NumPy and Python."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

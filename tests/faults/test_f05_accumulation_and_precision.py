@@ -1,7 +1,5 @@
 """Row 5: as row 3, in the middle of accumulation, and in reduced precision: pending gradients are in the checkpoint."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Row 6: SIGTERM, to the process or its group. The step is finished, the run saved, the code 143, and resume exact."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

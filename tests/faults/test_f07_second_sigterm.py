@@ -1,7 +1,5 @@
 """Row 7: a second SIGTERM during the save. It adds nothing to the first: no torn file, and the run is saved."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Row 8: Ctrl-C at every event, at instants of all kinds, and a second one that aborts the cleanup."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

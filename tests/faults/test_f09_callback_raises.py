@@ -1,7 +1,5 @@
 """Row 9: a callback raises. Its own exception comes out, with a note of where; the next fit equals a fresh one."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 10: `after_error`, `cleanup` or `close` raises too. The first error stays first; the others still clean up."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit import Callback, CancelError

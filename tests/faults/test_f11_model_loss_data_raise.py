@@ -1,7 +1,5 @@
 """Row 11: model, loss, step, metric or data raises. As in row 9, and the next fit equals a fresh one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 What must fire is computed here from a second, plain writing of the lifecycle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

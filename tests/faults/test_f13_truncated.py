@@ -1,7 +1,5 @@
 """Row 13: a checkpoint's file cut short anywhere is a `DamagedError` that names it, and never loads."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

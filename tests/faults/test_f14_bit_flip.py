@@ -1,7 +1,5 @@
 """Row 14: one bit flipped anywhere in a checkpoint's file is a `DamagedError`, never other numbers."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Row 15: files with a right digest that are not a checkpoint, or not written as one: an error names the file."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

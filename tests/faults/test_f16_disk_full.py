@@ -1,7 +1,5 @@
 """Row 16: a disk that is full. The error is the system's, the old file loads, and no temporary is left."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

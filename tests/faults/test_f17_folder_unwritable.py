@@ -1,7 +1,5 @@
 """Row 17: the folder cannot be written. The fit is refused before its first step, and nothing has changed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

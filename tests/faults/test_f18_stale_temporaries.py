@@ -1,7 +1,5 @@
 """Row 18: temporaries that a killed process left are not taken for checkpoints, and are swept once it is dead."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 19: with TMPDIR on another file system the temporary is in its target's folder, so that it can be renamed."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 20: power loss. The file is flushed when it is whole, then renamed, then the folder is flushed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

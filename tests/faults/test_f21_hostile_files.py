@@ -4,8 +4,6 @@ The function that they call is `mark` of this module, which only creates a file.
 `torch.load(weights_only=False)`, which leaves the sentinel. A checkpoint has no pickle:
 nothing of it is ever unpickled, and what the header says is compared with the file."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Callable

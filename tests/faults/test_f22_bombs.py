@@ -3,8 +3,6 @@
 What a file claims is far larger than the file, and nothing in it could harm another program. It is loaded in a child,
 whose peak of memory is read from the system: it rises by less than 50 MB."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 23: a model with other keys, shapes or dtypes. All differences are listed, and no parameter has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

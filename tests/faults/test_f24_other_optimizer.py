@@ -1,7 +1,5 @@
 """Row 24: an optimizer that does not match. It is refused with what differs, and nothing has changed."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

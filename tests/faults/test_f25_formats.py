@@ -1,7 +1,5 @@
 """Row 25: files of another format are refused by name. No release has written an older format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Row 26: training after a load. The state that was loaded, in memory or in its file, is as it was."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 27: NaN or Inf in loss or gradient, with the guard on. It stops before the step; the error names the source."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 28: a metric is NaN. It is never best: the best checkpoint stays, and no tracker is poisoned."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 `tests/engine/test_microbatch_auto.py` has more of the halving."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 30: a loader's worker is killed, raises or hangs. An error, no orphans, and the next fit works."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Row 31: an empty loader, or one that changed on resume: a typed error before the first step, and nothing changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 32: a callback was added, removed, renamed or duplicated on resume: named warnings or errors."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 33: fit outside the main thread. It trains as it does inside, and no signal handler is installed anywhere."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

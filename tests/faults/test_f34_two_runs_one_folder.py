@@ -1,7 +1,5 @@
 """Row 34: a folder is one run's. The lock dies with its owner although forked workers live."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Row 35: SIGKILL of one of two processes. The other ends by itself, and names the lost rank; a restart is exact."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 36: one of two processes raises, at every event. Both fail, and the other shows the first traceback."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit import Callback

@@ -1,7 +1,5 @@
 """Row 37: one of two processes hangs. The other ends at the timeout and names it."""
 
-from __future__ import annotations
-
 from itertools import product
 from time import sleep
 

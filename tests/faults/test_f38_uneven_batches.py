@@ -1,7 +1,5 @@
 """Row 38: processes with different numbers of batches. Joined; own loaders are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Row 39: SIGTERM to one of two processes, or both and their workers. They end once they agree; a restart is exact."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

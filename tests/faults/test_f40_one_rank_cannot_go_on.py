@@ -1,7 +1,5 @@
 """Row 40: the first process cannot save, or a loss is NaN in one. All raise, at the same step."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row 41: one weight changes in one process alone. A comparison of checksums names the tensor and the process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Row 42: a killed run is resumed with another number of ranks. It ends as one process would, or is refused."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

@@ -3,8 +3,6 @@
 The table has no checksum. Readers of archives act on different fields of it: after one flipped bit, torch's reader
 returns memory that nothing was written to, although the CRC of every record is right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from zipfile import ZipFile

@@ -1,7 +1,5 @@
 """Row 44: another program cuts a loaded file short. Nothing of it is mapped, and training continues exactly."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

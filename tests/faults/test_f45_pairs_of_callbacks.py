@@ -2,8 +2,6 @@
 
 The ordinary form trains groups in which every two classes meet; the full one kills and resumes each pair alone."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Row 46: checkpoints between evaluations. Only evaluated weights have a value, and the best is written and kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 47: Ctrl-C while `lr_find`, `check_resume` and others restore. All is restored, and the next fit works."""
 
-from __future__ import annotations
-
 import io
 import signal
 from collections import deque

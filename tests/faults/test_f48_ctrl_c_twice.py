@@ -1,7 +1,5 @@
 """Row 48: Ctrl-C twice, in a save or a slow cleanup. SIGTERM ends the process, and its folder is free."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

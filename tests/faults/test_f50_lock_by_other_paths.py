@@ -1,7 +1,5 @@
 """Row 50: two runs in one folder by other paths, links or mounts. The second is refused, whatever reads the folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

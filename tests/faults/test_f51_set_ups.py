@@ -2,8 +2,6 @@
 
 What no checkpoint holds is named by a warning at the first checkpoint, before the kill."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Row 52: many fits in one process, most of which fail. Threads, files, processes and memory stay as they were."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -2,8 +2,6 @@
 
 A digest of model, optimizer, loose buffers, flags, counters, generators, callbacks and loader is as it was before."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 
 A killed run resumes in an empty folder, from the newest whole checkpoint of the store."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

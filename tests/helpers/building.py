@@ -1,7 +1,5 @@
 """Build the site, for tests of its files and for tests in a browser."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A clock that tests advance, so that no test depends on the machine's load."""
 
-from __future__ import annotations
-
 import pytest
 
 

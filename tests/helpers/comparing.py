@@ -1,7 +1,5 @@
 """Exact comparison of values that hold tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The callbacks of a plan, of one source for both libraries."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

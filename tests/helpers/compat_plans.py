@@ -3,8 +3,6 @@
 A plan is JSON: what is called on a Learner, which callbacks it has, and at which places they raise which Cancel
 exception. `run_plan` in compat_run.py follows it with one library and returns the trace of the 24 shared events."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Iterator

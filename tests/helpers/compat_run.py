@@ -1,7 +1,5 @@
 """Follow a plan with one library, and compare what came of it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Learners whose whole step is compiled, with a backend that counts its compilations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

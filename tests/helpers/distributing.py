@@ -1,7 +1,5 @@
 """Shared by tests of several processes: a small float64 training for one or many processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import DataLoaders, Learner, accuracy
 from learnkit.comm.ranks import SINGLE_RANK
 from learnkit.core.errors import DistributedError
+from tests.helpers.learners import quiet_learner
 from tests.helpers.ranks import run_ranks
 
 
@@ -55,12 +54,13 @@ def make_learner(
         'lr': 1e-2,
         'metrics': accuracy,
     }
-    learn = Learner(
-        dls or make_dls(), make_model(dropout=dropout), path=path, **{**defaults, **options}
+    return quiet_learner(
+        dls or make_dls(),
+        make_model(dropout=dropout),
+        path=path,
+        has_bar=False,
+        **{**defaults, **options},
     )
-    learn.logger = lambda row: None
-    learn.remove_cb(learn.progress)
-    return learn
 
 
 def weights(learn: Learner) -> Tensor:

@@ -1,7 +1,5 @@
 """Every callback class of the package, how to construct each, and a Learner to train with it."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

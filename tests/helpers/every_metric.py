@@ -1,7 +1,5 @@
 """A new instance of every metric of `learnkit.metrics`, and the kind of data that it measures."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Run code in a process that has imported only torch, forked from a waiting process."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """A model of blocks and a Learner for tests of strategy `fsdp`, and the difference between lists of tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

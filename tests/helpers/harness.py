@@ -1,7 +1,5 @@
 """Start a job, kill it and start it again until it ends by itself."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A Learner for callbacks in the style of other libraries, and a callback that reads the state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Press Ctrl-C at a chosen instant. CPython checks for signals at calls and when C functions return."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable, Iterator

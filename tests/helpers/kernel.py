@@ -1,7 +1,5 @@
 """A real Jupyter kernel that runs cells, can be interrupted, and completes code."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

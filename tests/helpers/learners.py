@@ -1,7 +1,6 @@
 """The three builders of small Learners: what a test needs besides its data and its model."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 from fastcore.basics import noop
@@ -12,7 +11,7 @@ from learnkit.testing import synth_learner
 
 def quiet_learner(
     *args: Any,  # data, model, loss and optimizer, as of the class
-    cls: type[Learner] = Learner,
+    cls: Callable[..., Any] = Learner,  # or a function that returns a Learner
     has_bar: bool = True,  # False: without the ProgressCallback
     **options: Any,
 ) -> Any:
@@ -24,17 +23,17 @@ def quiet_learner(
     return learn
 
 
-def quiet_synth_learner(**options: Any) -> Any:
+def quiet_synth_learner(*cbs: Any, **options: Any) -> Any:
     "Return a Learner that fits a line to noisy points (`synth_learner`) and prints no rows."
-    learn = synth_learner(**options)
-    learn.logger = noop
-    return learn
+    if cbs:
+        options['cbs'] = [*cbs, *options.get('cbs', ())]
+    return quiet_learner(cls=synth_learner, **options)
 
 
 def bare_learner(
     *args: Any,  # data, model, loss and optimizer, as of `Learner`
     cbs: Any = (),
-    cls: type[Learner] = Learner,
+    cls: Callable[..., Any] = Learner,
     recorder: Any = Recorder,  # class or instance; None: no Recorder
     **options: Any,
 ) -> Any:

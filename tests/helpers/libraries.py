@@ -1,7 +1,5 @@
 """Optional libraries: tests of a library that is listed here are skipped where it is not installed."""
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from importlib.util import find_spec

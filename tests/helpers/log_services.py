@@ -1,7 +1,5 @@
 """Logs of services, written by their libraries and read by these, or from their files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A regression with known numbers, trained with loggers, and resumed from their checkpoints."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared by tests of metrics: a tensor that counts host reads, and a stand-in for a Learner in one batch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images, a model and a Learner for tests of MixUp and CutMix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

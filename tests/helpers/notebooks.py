@@ -1,7 +1,5 @@
 """Run notebooks in a fresh kernel, and list the errors in their outputs."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,12 @@
 """Weights on a noisy bowl, and a small training, for tests of optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learnkit import Learner, TrainEvalCallback
+from learnkit import Learner
+from tests.helpers.learners import bare_learner
 
 
 def weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -46,11 +45,6 @@ def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
-    return Learner(
-        data(),
-        model,
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
-        **{'lr': 0.05, **kwargs},
+    return bare_learner(
+        data(), model, nn.MSELoss(), cbs=cbs, recorder=None, **{'lr': 0.05, **kwargs}
     )

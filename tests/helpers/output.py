@@ -1,7 +1,5 @@
 """Output and files of a run without times, to compare two runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import deque

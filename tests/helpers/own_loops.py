@@ -1,14 +1,13 @@
 """Learners with user-written training loops, and the same training in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Learner, Recorder, TrainEvalCallback
+from learnkit import Learner
+from tests.helpers.learners import bare_learner
 
 
 class Pair(nn.Module):
@@ -59,14 +58,7 @@ def make_duel(
     **options: Any,
 ) -> Any:
     options = {'opt_func': two_opts, 'lr': 1e-2, 'wd_bn_bias': True, **options}
-    return cls(
-        points(n, dtype=dtype),
-        Pair(dtype),
-        None,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        default_cbs=False,
-        **options,
-    )
+    return bare_learner(points(n, dtype=dtype), Pair(dtype), None, cbs=cbs, cls=cls, **options)
 
 
 def fit(learn: Learner, n: int = 1, **options: Any) -> Learner:
@@ -118,12 +110,12 @@ def classifier() -> nn.Sequential:
 
 
 def make_classifier_learner(cls: type[Learner], *cbs: Any, **options: Any) -> Any:
-    return cls(
+    return bare_learner(
         make_labeled_batches(),
         classifier(),
         nn.CrossEntropyLoss(),
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        default_cbs=False,
+        cbs=cbs,
+        cls=cls,
         **{'opt_func': torch.optim.SGD, 'lr': 0.1, **options},
     )
 

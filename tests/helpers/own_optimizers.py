@@ -1,7 +1,5 @@
 """Optimizers of users, each with one trait that torch's own optimizers lack, and a training with one of them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy

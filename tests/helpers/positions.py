@@ -1,7 +1,5 @@
 """Loaders of every kind, and comparisons of an uninterrupted pass with a pass resumed in a new loader."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Callable, Iterator

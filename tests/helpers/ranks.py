@@ -1,7 +1,5 @@
 """Start ranks that train together, forked from this process in a tenth of a second."""
 
-from __future__ import annotations
-
 import os
 import socket
 import warnings

@@ -1,13 +1,12 @@
 """Learners whose rows and losses are recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learnkit import SGD, Learner, Recorder, TrainEvalCallback
+from learnkit import SGD, Learner, Recorder
+from tests.helpers.learners import bare_learner
 
 GEN = torch.Generator().manual_seed(2)
 
@@ -30,13 +29,8 @@ def learner(
     **kwargs: Any,
 ) -> Learner:
     options = {'loss_func': nn.MSELoss(), 'opt_func': SGD, **kwargs}
-    learn = Learner(
-        dls,
-        model or linear(),
-        lr=lr,
-        cbs=[TrainEvalCallback, recorder or Recorder(), *cbs],
-        default_cbs=False,
-        **options,
+    learn = bare_learner(
+        dls, model or linear(), lr=lr, cbs=cbs, recorder=recorder or Recorder, **options
     )
     learn.rows = []
     learn.logger = learn.rows.append

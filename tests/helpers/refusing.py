@@ -1,7 +1,5 @@
 """Checks that a Learner refuses an input, stays unchanged, and trains afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

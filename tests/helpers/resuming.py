@@ -1,7 +1,5 @@
 """Tests of exact resume: train without a stop, keep every checkpoint, resume from each in a new Learner."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Callable, Iterable

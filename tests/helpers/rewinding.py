@@ -1,7 +1,5 @@
 """A Learner whose run is rewound."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from functools import partial
 from pathlib import Path

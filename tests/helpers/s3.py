@@ -1,7 +1,5 @@
 """An S3 server (moto's) in a process of its own, which fails or is slow on demand."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

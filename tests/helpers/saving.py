@@ -1,16 +1,14 @@
 """A small Learner whose weights are saved, and a comparison of its state before and after loading."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 from torch import nn
 
 from learnkit import DataLoaders, Learner
+from tests.helpers.learners import quiet_learner
 
 
 def net(hidden: int = 5) -> nn.Module:
@@ -24,9 +22,9 @@ def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learne
     train = (x, x.sum(1, keepdim=True))
     dls = DataLoaders.from_tensors(train, (x, x.sum(1, keepdim=True)), bs=8, shuffle=False)
     loss_func = nn.MSELoss()
-    learn = Learner(dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_learner(
+        dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs
+    )
 
 
 def digest(learn: Learner) -> list[Any]:

@@ -1,7 +1,5 @@
 """Loaders of every kind and all their shards in one process, for tests of shards."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain

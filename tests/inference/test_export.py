@@ -1,7 +1,5 @@
 """Exported programs equal the model at any batch size, in a process that does not import the model's code."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions in containers of a model's classes: several processes return what one process returns."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, defaultdict
 from typing import Any, NamedTuple
 

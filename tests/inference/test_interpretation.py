@@ -1,7 +1,5 @@
 """Interpretation: confusion matrices compared with scikit-learn, losses with direct computation, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

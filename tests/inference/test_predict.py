@@ -1,7 +1,5 @@
 """Compare validation and prediction outside training with direct computation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Streamed predictions: the numbers and events of get_preds, and an unchanged Learner between batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from copy import copy

@@ -1,7 +1,5 @@
 """Test-time augmentation: compared with direct computation, new draws each time, data with augmentation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

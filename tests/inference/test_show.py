@@ -1,7 +1,5 @@
 """Displayed results: titles, marks and legends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The last line of a cell shows each picture exactly once, and each table as HTML."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sinks do not overwrite files, and write late predictions completely and in order."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Composer-style callbacks in a Learner: small typical ones, and the state that they read and write."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every row of the table's Composer column is fired by a real run, in order and number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

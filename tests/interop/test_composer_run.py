@@ -1,7 +1,5 @@
 """What all callbacks of Composer share in a Learner: one state, and the end of the fit that it has."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

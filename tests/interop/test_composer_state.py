@@ -1,7 +1,5 @@
 """The state that callbacks of Composer read and write."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Times and timestamps of Composer compare and combine as they do there."""
 
-from __future__ import annotations
-
 import pytest
 
 from learnkit.core.errors import TimeError

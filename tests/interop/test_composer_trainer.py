@@ -1,14 +1,11 @@
 """Models, algorithms, logger destinations and stateful callbacks in Composer's style, without Composer."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import nn
 from torch.nn import functional as F
 
@@ -255,14 +252,13 @@ def test_metrics_are_objects_before_and_after_every_evaluation_and_of_each_loade
         def fit_end(self, state: Any, logger: Any) -> None:
             assert [m['Hits'].n for m in state.eval_metrics.values()] == [16, 8]
 
-    learn = Learner(
+    learn = quiet_learner(
         DataLoaders(BATCHES, {'task/0-shot': BATCHES[:2], 'task/1-shot': BATCHES[2:3]}),
         Model(),
         opt_func=torch.optim.SGD,
         lr=0.1,
         cbs=from_composer(Look()),
     )
-    learn.logger = noop
     learn.fit(2)
     last = [(row['task/0-shot/Hits'], row['task/1-shot/Hits']) for row in learn.history]
     assert [(a[0], b[0]) for a, b in zip(seen[::2], seen[1::2], strict=True)] == [

@@ -1,7 +1,5 @@
 """Callbacks of Hugging Face's Trainer in a Learner; `tests/peers/hf_bench.py` compares with the real Trainer."""
 
-from __future__ import annotations
-
 import math
 import sys
 from functools import partial
@@ -20,12 +18,12 @@ from learnkit.metrics import ValueMetric
 from learnkit.testing import synth_dls, synth_learner
 from tests.faults.run_helpers import Reach, quiet
 from tests.helpers.harness import run_until_done
+from tests.helpers.learners import quiet_synth_learner
 
 transformers = pytest.importorskip('transformers')
 
 
-def learner(*cbs: Any, **options: Any) -> Learner:
-    return quiet(synth_learner(n_train=4, cbs=[*cbs], **options))
+learner = partial(quiet_synth_learner, n_train=4, has_bar=False)
 
 
 class Look(transformers.TrainerCallback):

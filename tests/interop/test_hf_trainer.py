@@ -1,7 +1,5 @@
 """Hugging Face's Trainer and the Learner with the settings of the guide: equal losses and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

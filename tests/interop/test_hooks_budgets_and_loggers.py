@@ -1,21 +1,17 @@
 """Composer and ksuit callbacks in fits by budgets, with evaluations within epochs, and with loggers."""
 
-from __future__ import annotations
-
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from learnkit import Callback, DataLoaders, Evaluator, GradientAccumulation, Learner
+from learnkit import Callback, DataLoaders, Evaluator, GradientAccumulation
 from learnkit.interop import from_composer, from_ksuit
 from learnkit.testing import synth_learner
 from tests.helpers.learners import quiet_synth_learner
 
-
-def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
-    return quiet_synth_learner(n_train=4, n_valid=1, path=path, cbs=list(cbs), **kwargs)
+learner = partial(quiet_synth_learner, n_train=4, n_valid=1)
 
 
 class Ends:

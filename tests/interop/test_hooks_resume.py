@@ -1,7 +1,5 @@
 """Callbacks of other libraries in a resumed run count, log and run as in an uninterrupted run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

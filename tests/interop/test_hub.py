@@ -1,7 +1,5 @@
 """The Hugging Face Hub: folders, model cards, uploads and downloads."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path

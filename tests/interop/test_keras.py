@@ -1,7 +1,5 @@
 """Callbacks of Keras in a Learner, without Keras; `tests/peers/keras_bench.py` compares with `model.fit`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,11 @@ from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import CallbackError
 from learnkit.interop import from_keras
 from learnkit.metrics import ValueMetric, mae
-from learnkit.testing import synth_learner
 from tests.faults.run_helpers import Reach, quiet
 from tests.helpers.harness import run_until_done
+from tests.helpers.learners import quiet_synth_learner
 
-
-def learner(*cbs: Any, **options: Any) -> Learner:
-    return quiet(synth_learner(n_train=3, n_valid=2, cbs=[*cbs], **options))
+learner = partial(quiet_synth_learner, n_train=3, n_valid=2, has_bar=False)
 
 
 class OfKeras:

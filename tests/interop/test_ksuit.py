@@ -1,7 +1,5 @@
 """ksuit- and Noether-style callbacks in a Learner: small typical ones, and the arguments of their hooks."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A class of ksuit is constructed with its options and services."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The order in which callbacks of ksuit are restored on a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trainer that callbacks of ksuit are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

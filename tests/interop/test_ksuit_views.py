@@ -1,7 +1,5 @@
 """Logs, files and counts that callbacks of ksuit write and read, compared with a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules and callbacks in Lightning's style, without Lightning; `tests/peers` compares with the real trainer."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA with peft: the training of a plain loop, small checkpoints, exact resume, adapters in files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 The behaviors, and the classes in which they were seen, are in tests/peers/wild_sources.py."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

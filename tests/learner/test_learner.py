@@ -1,7 +1,5 @@
 """The public Learner: constructor, attributes, contexts, kinds of batches and loaders, closing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial

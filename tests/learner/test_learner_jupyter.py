@@ -1,7 +1,5 @@
 """A Learner in a real Jupyter kernel: HTML, outputs, the stop button, repeated cells, completion, tracebacks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

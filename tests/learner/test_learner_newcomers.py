@@ -1,7 +1,5 @@
 """Common mistakes that torch accepts, or reports far from their cause, are reported at once with the fix."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Wrong calls that look right raise an error or a warning with the fix."""
 
-from __future__ import annotations
-
 import re
 from collections import UserList
 from collections.abc import Callable

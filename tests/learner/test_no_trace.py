@@ -3,8 +3,6 @@
 The model has what a forward pass can change: a buffer that is changed, one that is replaced and one that is registered
 by it, extra state, attributes, a generator, draws from the global generators, and a forward hook that counts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -263,8 +261,9 @@ def test_the_checks_of_a_fit_leave_no_trace(options: Any, tmp_path: Path) -> Non
     x, y = torch.randn(40, 4), torch.randint(3, (40,))
     soft = F.one_hot(y, 3).float()
     dls = DataLoaders.from_tensors((x[:32], soft[:32]), (x[32:], y[32:]), bs=8, device='cpu')
-    learn = Learner(dls, Moves(in_every_mode=True), Loss(), metrics=only_of_classes, **options)
-    learn.logger = noop
+    learn = quiet_learner(
+        dls, Moves(in_every_mode=True), Loss(), metrics=only_of_classes, **options
+    )
     learn.fit(2)
     n = 2 * (4 * (2 if options else 1) + 1)  # 4 batches of training and 1 of validation
     model, loss = learn.model, learn.loss_func

@@ -1,7 +1,5 @@
 """Settings that callbacks log."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Values that loggers receive, their times and their steps, read from a JSON lines file."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

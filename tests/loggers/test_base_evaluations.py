@@ -1,7 +1,5 @@
 """Logs of evaluations within epochs, of loaders with their own intervals and metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from learnkit import (
     mse,
 )
 from learnkit.loggers import CSVLogger, JSONLinesLogger, read_log
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 from tests.helpers.logging_fits import LogHalf, data, learner
 
 
@@ -79,8 +77,7 @@ def test_no_step_is_lost_after_an_evaluation_that_was_cancelled(
             raise cancel
 
     cbs = [Callback(before_validate=cut), CSVLogger(tmp_path / 'm.csv', every='1ba')]
-    learn = synth_learner(n_train=6, eval_every='3ba', path=tmp_path, cbs=cbs)
-    learn.logger = lambda row: None
+    learn = quiet_synth_learner(n_train=6, eval_every='3ba', path=tmp_path, cbs=cbs)
     learn.fit(2)
     learn.close()
     steps = [row['step'] for row in read_log(tmp_path / 'm.csv') if row.get('loss') is not None]

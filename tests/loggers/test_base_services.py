@@ -1,7 +1,5 @@
 """What the loggers of all services do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError

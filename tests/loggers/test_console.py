@@ -1,7 +1,5 @@
 """The output of the console logger."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Logs in CSV and JSON lines: appended, resumed, truncated by a kill, refused; with images and text."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

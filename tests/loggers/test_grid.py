@@ -1,7 +1,5 @@
 """Captions above images."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

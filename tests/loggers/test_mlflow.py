@@ -1,7 +1,5 @@
 """What only MLflow has: images, text, configuration, runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What only TensorBoard has: images, text, configuration, runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

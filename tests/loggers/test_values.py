@@ -1,7 +1,5 @@
 """Conversion of values and images for loggers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

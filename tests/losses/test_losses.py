@@ -1,7 +1,5 @@
 """Compare losses with fastai's names with torch's functions and closed forms in float64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -31,8 +29,6 @@ REDUCTIONS = ['mean', 'sum', 'none']
 # of predictions, and their axis
 SHAPES = [((6, 4), -1), ((3, 4, 5, 2), 1), ((3, 5, 4), -1), ((2, 4, 3, 5, 2), 1)]
 OF_CLASSES = [CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat, FocalLossFlat]
-FLAT = [*OF_CLASSES, BCEWithLogitsLossFlat, BCELossFlat, MSELossFlat, L1LossFlat]
-ALL = [*FLAT, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss]
 each_shape = pytest.mark.parametrize(('shape', 'axis'), SHAPES)
 each_reduction = pytest.mark.parametrize('reduction', REDUCTIONS)
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)

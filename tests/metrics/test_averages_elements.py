@@ -1,7 +1,5 @@
 """Metrics over elements: the value on sequences of different lengths, invalid targets, and `on=`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

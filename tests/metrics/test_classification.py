@@ -1,7 +1,5 @@
 """Compare fastai's classification scores on batches with scikit-learn on the whole data set."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import nn
 
 from learnkit.core.errors import MetricError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
-from learnkit.learner import Learner
 from learnkit.metrics import (
     BalancedAccuracy,
     CohenKappa,
@@ -32,6 +29,7 @@ from learnkit.metrics import (
     RecallMulti,
 )
 from learnkit.metrics.averages import as_metrics, dry_run
+from tests.helpers.learners import quiet_learner
 from tests.helpers.libraries import require
 from tests.helpers.measuring import (
     Watched,
@@ -185,8 +183,7 @@ def test_names_and_values_in_a_learner() -> None:
     y = (x[:, 0] + torch.randn(90) / 2 > 0).long() + (x[:, 1] > 1).long()
     dls = DataLoaders(TensorLoader(x, y, bs=20), TensorLoader(x, y, bs=32))
     metrics = [F1Score(average='macro', on='both'), F1Score(average='micro'), CohenKappa]
-    learn = Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), lr=0.1, metrics=metrics)
-    learn.logger = lambda row: None
+    learn = quiet_learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), lr=0.1, metrics=metrics)
     learn.fit(2)
     with torch.no_grad():
         p = learn.model(x).argmax(1)

@@ -1,7 +1,5 @@
 """The direction in which a metric improves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

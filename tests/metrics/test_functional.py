@@ -1,7 +1,5 @@
 """Compare fastai's functional metrics and the small classes with numpy and scikit-learn."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """For every metric, the merged states of several processes equal the state of one process on all batches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Metrics, losses, logs and predictions of several processes equal one process on all of the data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

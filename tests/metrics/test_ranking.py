@@ -1,7 +1,5 @@
 """Compare ranking scores with scikit-learn and scipy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

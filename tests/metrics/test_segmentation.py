@@ -1,7 +1,5 @@
 """Compare Dice, Jaccard and foreground accuracy with sets of pixels and scikit-learn."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of predictions and targets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

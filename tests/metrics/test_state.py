@@ -1,7 +1,5 @@
 """A metric's accumulated state survives a file; its value then equals a metric that saw every batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

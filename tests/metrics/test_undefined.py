@@ -1,17 +1,14 @@
 """Metrics that cannot be computed from their data are NaN, and mistakes are errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import Callback, DataLoaders, Learner
+from learnkit import Callback, DataLoaders
 from learnkit.core.errors import MetricError
 from learnkit.metrics import (
     AccumMetric,
@@ -27,6 +24,7 @@ from learnkit.metrics import (
     skm_to_fastai,
 )
 from learnkit.metrics.undefined import compute_or_nan
+from tests.helpers.learners import quiet_learner
 from tests.helpers.libraries import require
 
 skm = require('sklearn.metrics')
@@ -111,8 +109,7 @@ def test_mistakes_are_errors_also_with_nan() -> None:
 def test_a_metric_of_torchmetrics_without_a_value() -> None:
     torchmetrics = require('torchmetrics')
     one = torch.ones(1, 1)
-    learn = Learner(([(one, one)], [(one, one)]), nn.Linear(1, 1), nn.MSELoss())
-    learn.logger = noop
+    learn = quiet_learner(([(one, one)], [(one, one)]), nn.Linear(1, 1), nn.MSELoss())
     learn.metrics = torchmetrics.R2Score()  # of a single sample
     with pytest.warns(UserWarning, match='`r2_score` is NaN.*two samples'), learn.no_bar():
         learn.fit(1)
@@ -140,8 +137,9 @@ def test_a_diverged_fit_ends_with_nan_in_its_rows() -> None:
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=8, shuffle=False)
     metrics = [*NUMBERS, skm_to_fastai(skm.r2_score, is_class=False, name='own'), report]
     metrics.append(r2_of_a_batch)
-    learn = Learner(dls, nn.Linear(2, 1), nn.MSELoss(), lr=0.0, metrics=metrics, cbs=Diverge())
-    learn.logger = noop
+    learn = quiet_learner(
+        dls, nn.Linear(2, 1), nn.MSELoss(), lr=0.0, metrics=metrics, cbs=Diverge()
+    )
     with pytest.warns(UserWarning, match='r2_of_a_batch of a batch is'):
         learn.fit(2)
     first, second = learn.history

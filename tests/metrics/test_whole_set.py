@@ -1,7 +1,5 @@
 """Compare metrics of the whole set with scikit-learn and with direct computation."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare the activation monitor with statistics in plain torch and with scipy's definitions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compare `ActivationStats` with the same activations in float64, and check its plots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from learnkit.callbacks.hooks import Hooks
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.monitors.activation_stats import ActivationStats
+from tests.helpers.learners import quiet_learner
 
 
 class TwiceUsed(nn.Module):
@@ -32,10 +31,9 @@ def quiet(
     x = torch.randn(n, *shape) * 3
     train = (x, torch.randn(n, 1))
     dls = DataLoaders.from_tensors(train, (x, torch.randn(n, 1)), bs=bs, shuffle=False)
-    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.0, cbs=cb, **kwargs)
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.0, cbs=cb, has_bar=False, **kwargs
+    )
 
 
 def outputs(learn: Learner, modules: list[nn.Module]) -> list[list[list[Tensor]]]:

@@ -1,19 +1,16 @@
 """Parameter counts, and statistics of the data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from learnkit.loggers import JSONLinesLogger
 from learnkit.monitors.dataset import DatasetStats, ParamCount, count_parameters, loader_stats
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 
 
 class Tied(nn.Module):
@@ -41,8 +38,7 @@ def test_parameters_are_counted_once() -> None:
 
 def test_loggers_write_both_with_the_configuration(tmp_path: Path) -> None:
     cbs = [ParamCount(), DatasetStats(), JSONLinesLogger(tmp_path / 'log.jsonl')]
-    learn = synth_learner(path=tmp_path, cbs=cbs)
-    learn.logger = noop
+    learn = quiet_synth_learner(path=tmp_path, cbs=cbs)
     learn.fit(1)
     lines = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
     (params,) = (line['params'] for line in lines if 'params' in line)

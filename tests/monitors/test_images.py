@@ -1,7 +1,5 @@
 """Images of inputs, outputs and segmentations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

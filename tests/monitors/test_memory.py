@@ -1,7 +1,5 @@
 """Compare the memory monitor with other sources of the system, and with blocks of known size."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

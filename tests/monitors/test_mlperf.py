@@ -1,9 +1,8 @@
 """MLPerf result files."""
 
-from __future__ import annotations
-
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,7 @@ def closeness(pred: Tensor, targ: Tensor) -> Tensor:
     return -(pred - targ).abs().mean()
 
 
-def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
-    return quiet_synth_learner(
-        n_train=4, lr=0.01, path=path, cbs=[*cbs], metrics=closeness, **kwargs
-    )
+learner = partial(quiet_synth_learner, n_train=4, lr=0.01, metrics=closeness)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -35,9 +31,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_lines_of_a_run(tmp_path: Path) -> None:
-    learn = learner(
-        tmp_path, MLPerf(benchmark='line', submitter='us', system='desk', cache_cleared=True)
-    )
+    mlperf = MLPerf(benchmark='line', submitter='us', system='desk', cache_cleared=True)
+    learn = learner(mlperf, path=tmp_path)
     learn.fit(2)
     assert learn.ml_perf.file == tmp_path / 'mlperf/results/desk/line/result_0.txt'
     rows = lines(learn.ml_perf.file)
@@ -82,7 +77,7 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
 
 def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    learn = learner(tmp_path)
+    learn = learner(path=tmp_path)
     learn.fit(6)
     target = learn.history[2]['closeness']
     best = [row['closeness'] for row in learn.history]
@@ -90,7 +85,7 @@ def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
 
     def again(threshold: float, **options: Any) -> list[dict[str, Any]]:
         torch.manual_seed(0)
-        learn = learner(tmp_path, MLPerf(target=threshold, **options))
+        learn = learner(MLPerf(target=threshold, **options), path=tmp_path)
         learn.fit(6)
         return lines(learn.ml_perf.file)
 
@@ -99,7 +94,9 @@ def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
     assert rows[-1]['key'] == 'run_stop' and rows[-1]['metadata']['status'] == 'success'
     spoil = Callback(after_train=lambda cb: cb.learn.model.a.data.fill_(math.nan))
     torch.manual_seed(0)
-    diverged = learner(tmp_path, MLPerf(target=1e9, comp=lambda new, old: not new > old), spoil)
+    diverged = learner(
+        MLPerf(target=1e9, comp=lambda new, old: not new > old), spoil, path=tmp_path
+    )
     diverged.fit(1)  # NaN reaches no target
     assert lines(diverged.ml_perf.file)[-1]['metadata']['status'] == 'aborted'
     rows = again(1.0, comp='greater')
@@ -112,7 +109,7 @@ def test_a_run_that_fails_is_aborted_and_the_next_has_its_own_file(tmp_path: Pat
             raise RuntimeError('boom')
 
     failing = True
-    learn = learner(tmp_path, MLPerf(index=3), Callback(after_loss=fail))
+    learn = learner(MLPerf(index=3), Callback(after_loss=fail), path=tmp_path)
     with pytest.raises(RuntimeError):
         learn.fit(3)
     rows = lines(learn.ml_perf.file)
@@ -126,7 +123,7 @@ def test_a_run_that_fails_is_aborted_and_the_next_has_its_own_file(tmp_path: Pat
 
 
 def test_a_step_of_several_batches(tmp_path: Path) -> None:
-    learn = learner(tmp_path, MLPerf(), GradientAccumulation(40))
+    learn = learner(MLPerf(), GradientAccumulation(40), path=tmp_path)
     learn.fit(1)
     values = {r['key']: r['value'] for r in lines(learn.ml_perf.file)}
     assert values['global_batch_size'] == 48
@@ -140,7 +137,7 @@ def test_what_is_missing_is_reported_before_training(tmp_path: Path) -> None:
         (MLPerf(target=1.0), OptionError),
         (MLPerf(monitor='lr', target=1.0), MetricError),
     ):
-        learn = learner(tmp_path, cb)
+        learn = learner(cb, path=tmp_path)
         with pytest.raises(error):
             learn.fit(1)
         assert learn.time.ba == 0

@@ -1,12 +1,11 @@
 """Monitors, stoppers and periodic callbacks with evaluations within epochs, and how monitors are displayed."""
 
-from __future__ import annotations
-
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from learnkit import Callback, Learner
+from learnkit import Callback
 from learnkit.callbacks import (
     ActivationMonitor,
     LRMonitor,
@@ -28,9 +27,8 @@ MONITORS = (
 )
 
 
-def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
-    "Return a Learner with six batches per epoch, and one batch in each of two validation loaders."
-    return quiet_synth_learner(n_train=6, n_valid=1, lr=0.05, path=path, cbs=list(cbs), **kwargs)
+# six batches per epoch, and one validation batch
+learner = partial(quiet_synth_learner, n_train=6, n_valid=1, lr=0.05)
 
 
 # -- what is printed, recorded and logged ----------------------------------------------------------

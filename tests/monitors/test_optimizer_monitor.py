@@ -1,7 +1,5 @@
 """Compare the optimizer monitors with plain torch on clones of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +24,7 @@ from learnkit.monitors.memory import MemoryMonitor
 from learnkit.monitors.optimizer_monitor import LRMonitor, OptimizerMonitor
 from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor
 from learnkit.monitors.system_monitor import SystemMonitor
-from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_learner, quiet_synth_learner
 from tests.helpers.measuring import transfers
 
 
@@ -65,9 +63,9 @@ def learner(
 ) -> Learner:
     torch.manual_seed(0)
     model = kwargs.pop('model', None) or Net(dtype)
-    learn = Learner(data(dtype), model, nn.MSELoss(), opt_func, lr=0.1, cbs=list(cbs), **kwargs)
-    learn.logger = lambda row: None
-    return learn
+    return quiet_learner(
+        data(dtype), model, nn.MSELoss(), opt_func, lr=0.1, cbs=list(cbs), **kwargs
+    )
 
 
 def norm(t: Tensor) -> float:
@@ -260,10 +258,9 @@ def test_no_monitor_changes_a_number() -> None:
             nn.Linear(8, 1),
         ]
         model = nn.Sequential(*layers)
-        learn = synth_learner(
+        learn = quiet_synth_learner(
             model=model, n_train=12, cbs=[*cbs, GradientClip(0.5)], opt_func=torch.optim.Adam
         )
-        learn.logger = lambda row: None
         learn.fit_one_cycle(2, 0.05)
         return [
             *learn.model.state_dict().values(),

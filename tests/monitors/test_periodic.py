@@ -1,7 +1,5 @@
 """Passes over other data at an interval, tracking between them, and observers that change no number."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.core.errors import EmptyLoaderError, LoaderError, TimeError
 from learnkit.monitors.periodic import PeriodicData
+from tests.helpers.learners import quiet_learner
 
 
 def data(workers: int = 0) -> DataLoaders:
@@ -42,9 +41,9 @@ def learner(*cbs: Any, workers: int = 0, path: Any = '.', **kwargs: Any) -> Lear
         nn.Linear(48, 3),
     )
     dls = data(workers)
-    learn = Learner(dls, model, nn.CrossEntropyLoss(), lr=0.05, path=path, cbs=[*cbs], **kwargs)
-    learn.logger = noop
-    return learn
+    return quiet_learner(
+        dls, model, nn.CrossEntropyLoss(), lr=0.05, path=path, cbs=[*cbs], **kwargs
+    )
 
 
 def test_results_match_get_preds_with_an_uneven_last_batch() -> None:

@@ -1,7 +1,5 @@
 """The profiler: the traced batches, the table, and its removal."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

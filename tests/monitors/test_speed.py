@@ -1,7 +1,5 @@
 """The speed and runtime monitors on a clock set by the test, and the shared behavior of monitors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The time of the parts of a step."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare the system monitor with Python and /proc."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

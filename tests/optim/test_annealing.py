@@ -1,7 +1,5 @@
 """Annealing functions and their combinations, compared with their formulas."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

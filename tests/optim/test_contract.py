@@ -1,7 +1,5 @@
 """Optimizers of users with traits that torch's lack: trained, checkpointed and resumed as in a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused optimizers: where they are used, the requirements of their kernels, cost and precision."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compare optimizers with fastai's names with fastai, torch and closed forms, and check refusals."""
 
-from __future__ import annotations
-
 import sys
 from copy import deepcopy
 from functools import partial

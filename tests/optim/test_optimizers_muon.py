@@ -1,7 +1,5 @@
 """Muon for the matrices of hidden layers and AdamW for all other parameters, in one Learner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

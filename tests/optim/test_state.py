@@ -1,7 +1,5 @@
 """Optimizer states in files and in memory: restored values, refused states, and no changes after a refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

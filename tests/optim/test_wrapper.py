@@ -1,7 +1,5 @@
 """Compare optimizers with closed forms and torch: weight decay, hyperparameters, closures, override points."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -18,20 +16,18 @@ from learnkit import (
     OptimizerError,
     OptimWrapper,
     Recorder,
-    TrainEvalCallback,
     defaults,
     mse,
 )
 from learnkit.optim.hyperparams import norm_bias_params
 from learnkit.testing import RegModel, synth_learner
+from tests.helpers.learners import bare_learner
 from tests.helpers.optimizing import data, net
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
     options = {'opt_func': SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    return Learner(
-        data(), model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options
-    )
+    return bare_learner(data(), model, nn.MSELoss(), cbs=cbs, recorder=None, **options)
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -216,13 +212,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(name: str, value: Any,
 
 def test_fit_with_rates_over_groups_moves_each_group_by_its_own() -> None:
     model = RegModel()
-    learn = synth_learner(
+    learn = bare_learner(
         model=model,
         opt_func=SGD,
         splitter=lambda m: [[m.a], [m.b]],
-        default_cbs=False,
-        cbs=TrainEvalCallback,
+        recorder=None,
         n_train=1,
+        cls=synth_learner,
     )
     start, grads = (model.a.item(), model.b.item()), []
     learn.add_cb(
@@ -461,14 +457,14 @@ class SharpnessAware(Learner):
 
 
 def test_an_override_of_do_grad_opt_is_its_hand_written_loop_bit_for_bit() -> None:
-    learn = SharpnessAware(
+    learn = bare_learner(
         data(),
         model := net(),
         nn.MSELoss(),
         opt_func=torch.optim.SGD,
         lr=0.1,
-        cbs=TrainEvalCallback,
-        default_cbs=False,
+        recorder=None,
+        cls=SharpnessAware,
     )
     learn.fit(2)
 

@@ -1,7 +1,5 @@
 """Private training with Opacus: the weights of a plain loop with the same noise, with Poisson sampling and resumed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner, accuracy
+from tests.helpers.learners import quiet_learner
 
 opacus = pytest.importorskip('opacus')
 
@@ -75,7 +74,7 @@ class Privacy(Callback):
 
 def learner(setup: Setup, path: Path | str = '.') -> Learner:
     dls = DataLoaders(setup.loader, [(X, Y)], device='cpu')
-    learn = Learner(
+    learn = quiet_learner(
         dls,
         setup.model,
         F.cross_entropy,
@@ -84,7 +83,6 @@ def learner(setup: Setup, path: Path | str = '.') -> Learner:
         path=path,
         cbs=Privacy(setup),
     )
-    learn.logger = lambda row: None
     torch.manual_seed(7)
     return learn
 

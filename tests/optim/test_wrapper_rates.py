@@ -1,19 +1,12 @@
 """Learning rates in tensors, of ready optimizers, and of added groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from learnkit import SGD, Callback, Recorder, TrainEvalCallback
-from tests.helpers.learners import quiet_synth_learner
-
-
-def learner(*cbs: Any, **kwargs: Any) -> Any:
-    return quiet_synth_learner(
-        n_train=3, n_valid=1, default_cbs=False, cbs=[TrainEvalCallback, Recorder(), *cbs], **kwargs
-    )
+from learnkit import SGD, Callback
+from learnkit.testing import synth_learner
+from tests.helpers.learners import bare_learner
 
 
 def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
@@ -24,7 +17,8 @@ def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
         used.append(float(cb.opt.hypers[0]['lr']))
         cb.opt.set_hyper('lr', 0.5)
 
-    learn = learner(Callback(before_step=schedule), opt_func=SGD, lr=rate)
+    cbs = [Callback(before_step=schedule)]
+    learn = bare_learner(3, 1, cls=synth_learner, cbs=cbs, opt_func=SGD, lr=rate)
     learn.fit(1)
     learn.fit(1)
     learn.fit(1, lr=(other := torch.tensor(0.25)))

@@ -1,7 +1,5 @@
 """Several optimizers in one Learner, two networks trained against each other, and shared parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from learnkit import EMA, Learner, OptimWrapper, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
 from tests.helpers.comparing import same
+from tests.helpers.learners import bare_learner
 from tests.helpers.optimizing import data
 
 
@@ -26,14 +25,8 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def learner(model: nn.Module, opt_func: Any, *cbs: Any, **kwargs: Any) -> Learner:
     options = {'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    return Learner(
-        data(),
-        model,
-        nn.MSELoss(),
-        opt_func=opt_func,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
-        **options,
+    return bare_learner(
+        data(), model, nn.MSELoss(), opt_func=opt_func, cbs=cbs, recorder=None, **options
     )
 
 

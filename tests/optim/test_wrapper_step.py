@@ -1,7 +1,5 @@
 """A step without torch's profiler annotation equals the original step, with all of its hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.environments import ROOT
 from tests.peers.environments import NOETHER, PEERS, InstallError, Peer, make_environment
 from tests.peers.rows import EQUAL, TOO_FAR, Row
-from tests.peers.wild import SOURCES
-from tests.peers.wild_sources import BEHAVIORS, Behavior
+from tests.peers.wild_bench import SOURCES, read_table
 
 PAGE = ROOT / 'docs' / 'compatibility.md'
 END = '<!-- end -->'
@@ -93,8 +92,9 @@ def yes(value: bool | None) -> str:
 
 def run_wild() -> list[Row]:
     "Return a row for each class of users, and of Noether, from all environments."
-    with_users = [peer for peer in PEERS if peer.name in ('fastai', 'composer')]
-    return [row for peer in [*with_users, NOETHER] for row in run_bench(peer, f'wild_{peer.name}')]
+    peers = {peer.name: peer for peer in [*PEERS, NOETHER]}
+    libraries = dict.fromkeys(case.library for case in read_table()[1])
+    return [row for name in libraries for row in run_bench(peers[name], f'wild:{name}')]
 
 
 def wild_table(rows: Sequence[Row]) -> str:
@@ -113,7 +113,7 @@ def wild_table(rows: Sequence[Row]) -> str:
         '| behavior that such code relies on | seen in | classes with equal numbers |',
         '|---|---|---|',
     ]
-    lines += [behavior_line(behavior, rows) for behavior in BEHAVIORS]
+    lines += [behavior_line(name, text, rows) for name, text in read_table()[0].items()]
     lines += ['', '| not equal | runs | why |', '|---|---|---|']
     lines += [
         f'| `{row.callback}` | {yes(row.runs)} | {row.why} |' for row in rows if not is_equal(row)
@@ -125,15 +125,10 @@ def is_equal(row: Row) -> bool:
     return row.numbers == EQUAL and bool(row.keys)
 
 
-def behavior_line(behavior: Behavior, rows: Sequence[Row]) -> str:
-    classes = behavior.classes.split()
-    own = [row for row in rows if class_of(row) in classes]
+def behavior_line(name: str, text: str, rows: Sequence[Row]) -> str:
+    own = [row for row in rows if name in row.behaviors]
     packages = dict.fromkeys(row.callback.partition(':')[0].partition('/')[2] for row in own)
-    return f'| {behavior.text} | {", ".join(packages)} | {sum(map(is_equal, own))} of {len(own)} |'
-
-
-def class_of(row: Row) -> str:
-    return row.callback.partition(': ')[2].replace(' ', '')
+    return f'| {text} | {", ".join(packages)} | {sum(map(is_equal, own))} of {len(own)} |'
 
 
 def begin(peer: Peer) -> str:
@@ -163,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.names and peer.name not in options.names:
             continue
         if peer is WILD and not options.sources:
-            print('skipped: wild needs --sources FOLDER, with <owner>+<name> of wild_sources')
+            print('skipped: wild needs --sources FOLDER, with <owner>+<name> of wild_cases.txt')
             continue
         try:
             rows = run_wild() if peer is WILD else run_bench(peer, peer.name)

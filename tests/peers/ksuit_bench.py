@@ -91,6 +91,25 @@ class Case:
     def callbacks(self) -> list[tuple[type, Any]]:
         return [*self.before, (self.cls, self.config)]
 
+    def options(self, config: Any) -> dict[str, Any]:
+        "Return the options of a configuration."
+        return {} if config is None else asdict(config)
+
+    def loaders(self) -> dict[str, DataLoader[Any]]:
+        g = torch.Generator().manual_seed(3)
+        return {
+            'train': DataLoader(Rows(N_TRAIN, 1), BATCH, shuffle=True, generator=g),
+            'test': DataLoader(Rows(N_TEST, 2), BATCH),
+        }
+
+    def make_model(self) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        return Net(), partial(torch.optim.AdamW, weight_decay=WD)
+
+    def schedule(self, value: float) -> Callable[[float], float]:
+        "Return a value as a function of the share of training that is done."
+        return lambda share: value * falling(share)
+
 
 EPOCH, UPDATES = {'every_n_epochs': 1}, {'every_n_updates': 2}
 SAMPLES = {'every_n_samples': 16, 'batch_size': BATCH}
@@ -179,17 +198,7 @@ class Outcome:
     printed_lines: list[str]
 
 
-def loaders() -> dict[str, DataLoader[Any]]:
-    g = torch.Generator().manual_seed(3)
-    return {
-        'train': DataLoader(Rows(N_TRAIN, 1), BATCH, shuffle=True, generator=g),
-        'test': DataLoader(Rows(N_TEST, 2), BATCH),
-    }
-
-
-def make_model() -> tuple[Net, Callable[..., torch.optim.Optimizer]]:
-    torch.manual_seed(0)
-    return Net(), partial(torch.optim.AdamW, weight_decay=WD)
+Run = Callable[[Case, Path], Outcome]
 
 
 def read_files(folder: Path) -> dict[str, Any]:
@@ -208,11 +217,11 @@ def read_files(folder: Path) -> dict[str, Any]:
 
 def run_plain(case: Case, folder: Path) -> Outcome:
     "Train in the plain loop."
-    model, opt_func = make_model()
+    model, opt_func = case.make_model()
     opt = opt_func(model.parameters(), lr=LR)
     schedule = falling if case.scheduled else None
     trainer = Trainer(
-        model, loaders(), case.loss_func, opt, folder, EPOCHS, case.microbatch, schedule
+        model, case.loaders(), case.loss_func, opt, folder, EPOCHS, case.microbatch, schedule
     )
     made = [trainer.add(*callback) for callback in case.callbacks]
     trainer.train()
@@ -229,15 +238,11 @@ def run_plain(case: Case, folder: Path) -> Outcome:
 
 def make_learner(case: Case, folder: Path) -> Learner:
     "Return a Learner with the callbacks of a case, each constructed from its class."
-    model, opt_func = make_model()
-    dls = loaders()
-    cbs: list[Any] = []
-    for cls, config in case.callbacks:
-        options = {} if config is None else asdict(config)
-        cbs.append(from_ksuit(cls, **options))
+    model, opt_func = case.make_model()
+    dls = case.loaders()
+    cbs: list[Any] = [from_ksuit(cls, **case.options(config)) for cls, config in case.callbacks]
     if case.scheduled:
-        scheds = {'lr': lambda share: LR * falling(share), 'wd': lambda share: WD * falling(share)}
-        cbs.append(ParamScheduler(scheds))
+        cbs.append(ParamScheduler({'lr': case.schedule(LR), 'wd': case.schedule(WD)}))
     learn = Learner(
         DataLoaders(dls['train'], {'test': dls['test']}),
         model,
@@ -311,11 +316,11 @@ def as_tensors(case: Case, o: Outcome) -> dict[str, Tensor]:
     return {**o.weights, **values, **summary}
 
 
-def run_case(case: Case, run: Callable[[Case, Path], Outcome], part: str) -> Row:
-    "Compare a run in a Learner with one in the plain loop."
+def run_case(case: Case, run: Run, part: str, reference: Run = run_plain) -> Row:
+    "Compare a run in a Learner with one in the plain loop, or in another trainer."
     try:
         with TemporaryDirectory() as own, TemporaryDirectory() as other:
-            ours, theirs = run(case, Path(own)), run_plain(case, Path(other))
+            ours, theirs = run(case, Path(own)), reference(case, Path(other))
         keys, numbers = compare(case, ours, theirs)
     except Exception as e:
         why = case.refuses or f'{type(e).__name__}: {e}'
@@ -324,8 +329,8 @@ def run_case(case: Case, run: Callable[[Case, Path], Outcome], part: str) -> Row
 
 
 def name_of(case: Case) -> str:
-    options = asdict(case.config) if case.config is not None else {}
-    every = [f'{key}={n}' for key, n in options.items() if key.startswith(('every', 'stop')) and n]
+    options = case.options(case.config).items()
+    every = [f'{key}={n}' for key, n in options if key.startswith(('every', 'stop')) and n]
     return f'{case.cls.__name__}({", ".join(every)})'
 
 

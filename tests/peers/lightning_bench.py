@@ -410,10 +410,15 @@ def run_steps() -> list[Row]:
     ]
 
 
-def rows() -> list[Row]:
-    "Return a row for each module and callback, in a whole run and in one that was killed and resumed."
+def silence() -> None:
+    "Let Lightning log errors only."
     for name in ('lightning.pytorch', 'lightning.fabric'):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def rows() -> list[Row]:
+    "Return a row for each module and callback, in a whole run and in one that was killed and resumed."
+    silence()
     whole, resumed = [], []
     for case in [*MODULES, *CALLBACKS, *DIFFERENCES]:
         theirs = run_lightning(case)

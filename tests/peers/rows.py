@@ -1,6 +1,7 @@
 """What a bench returns, and how it is called.
 
     python -m tests.peers.rows NAME FILE    # in NAME's environment: write the rows of NAME_bench as JSON
+    python -m tests.peers.rows wild:LIBRARY FILE    # the rows of users' code for a library
 
 A bench is a module with a function `rows()` that returns a list of `Row`."""
 
@@ -14,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,6 +44,8 @@ class Row:
     why: str = ''
     # the part of the package's table in which the line stands
     part: str = 'Callbacks'
+    # what users' code relies on: names of tests in tests/interop
+    behaviors: list[str] = field(default_factory=list)
 
 
 def compare_numbers(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> str:
@@ -104,7 +107,8 @@ def main(name: str, file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    rows = import_module(f'tests.peers.{name}_bench').rows()
+    bench, *library = name.split(':')
+    rows = import_module(f'tests.peers.{bench}_bench').rows(*library)
     Path(file).write_text(json.dumps([asdict(row) for row in rows]), 'utf-8')
 
 

@@ -1,7 +1,5 @@
 """The GPU and time-to-accuracy benchmarks run, and their checks pass."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

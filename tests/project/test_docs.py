@@ -1,7 +1,5 @@
 """The claims of the guides and of the repository's pages hold: code, names, links and security."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Types that Pyright infers in a user's script, and the errors that it finds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

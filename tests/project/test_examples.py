@@ -1,7 +1,5 @@
 """Each script of examples/ runs, resumes after a SIGKILL with the same results, and trains in two processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

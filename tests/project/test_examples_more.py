@@ -1,7 +1,5 @@
 """The project scripts with a table and with a stream run, resume after a kill, and equal a plain loop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

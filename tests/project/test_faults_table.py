@@ -1,7 +1,5 @@
 """The table of faults: every row has its file, and test results become rows."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.faults import table

@@ -1,7 +1,5 @@
 """The code of each how-to page runs from top to bottom."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

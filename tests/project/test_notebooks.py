@@ -1,7 +1,5 @@
 """Each notebook of nbs/ runs in a fresh kernel, and its saved outputs match."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

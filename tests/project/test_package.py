@@ -1,7 +1,5 @@
 """The package as a whole: imported modules, import order, public names, README and metadata."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Installation: an editable install, the contents of the archives, metadata, and the command."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

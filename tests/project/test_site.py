@@ -1,7 +1,5 @@
 """The site: it builds without a warning, no link of it is broken, nothing comes from elsewhere, and names are there."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Iterator

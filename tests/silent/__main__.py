@@ -3,8 +3,6 @@
 python -m tests.silent [PART]
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

@@ -4,8 +4,6 @@ A case returns what learnkit computes and what an independent computation gives:
 hand, or the real package. `python -m tests.silent` prints them as a table; `test_cases.py` compares them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

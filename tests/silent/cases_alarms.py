@@ -1,7 +1,5 @@
 """Programs whose resume is exact: the first checkpoint names nothing."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimators of scikit-learn whose loss has other outputs than scores of classes, weights, and dense predictions."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

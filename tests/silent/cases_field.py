@@ -1,7 +1,5 @@
 """Cases of what data libraries give and keep: batches with rows, seeds, and passes that are started early."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random

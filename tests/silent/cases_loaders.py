@@ -1,7 +1,5 @@
 """Cases: custom loaders in a run that is killed and resumed, against the run without a stop."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

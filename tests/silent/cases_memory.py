@@ -1,7 +1,5 @@
 """Cases: the memory that reading a checkpoint takes, in units of its tensors."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

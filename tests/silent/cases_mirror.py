@@ -1,7 +1,5 @@
 """Cases: stores that fail, files of callbacks on a new machine, and callbacks of Lightning on a plain model."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

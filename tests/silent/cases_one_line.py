@@ -1,7 +1,5 @@
 """Objects in a wrong place are refused in one line, and a user's note hides neither hint nor place of an error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

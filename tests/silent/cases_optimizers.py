@@ -1,7 +1,5 @@
 """The contract of `torch.optim.Optimizer`: states, options, `zero_grad` and schedulers, against loops of torch."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from functools import partial

@@ -1,7 +1,5 @@
 """Steps, averages and evaluations inside an autocast block, against blocks of their own."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What random programs lost when they were killed: attributes, generators, rates, files."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner
+from tests.helpers.learners import quiet_learner
 from tests.silent.cases import case
 
 row = partial(case, 'programs', tolerance=0.0)  # bit for bit
@@ -31,10 +30,9 @@ def make(path: Path, opt: Any = torch.optim.SGD, cbs: Any = (), freeze: bool = F
     if isinstance(opt, partial):
         opt = opt(model.parameters())
     dls = DataLoaders.from_tensors((x, y), (x[:4], y[:4]), bs=4, shuffle=False)
-    learn = Learner(dls, model, nn.MSELoss(), opt_func=opt, lr=0.05, cbs=cbs, path=path)
-    learn.logger = lambda *_: None
-    learn.remove_cb(learn.progress)
-    return learn
+    return quiet_learner(
+        dls, model, nn.MSELoss(), opt_func=opt, lr=0.05, cbs=cbs, path=path, has_bar=False
+    )
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """State in unusual places: what a run that is resumed in new objects loses, and whether it was named before."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Roles of parameters and buffers: weight decay, averages, frozen norm layers, a second run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +11,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from learnkit import EMA, SGD, BnFreeze, DataLoaders, Learner
 from learnkit.callbacks import ActivationCheckpointing
+from tests.helpers.learners import quiet_learner
 from tests.silent.cases import case
 
 row = partial(case, 'roles')
@@ -24,8 +23,7 @@ def quiet(model: nn.Module, *cbs: Any, n: int = 4, **options: Any) -> Learner:
     x, y = torch.randn(8 * n, 3, generator=gen), torch.randn(8 * n, 2, generator=gen)
     dls = DataLoaders.from_tensors((x.double(), y.double()), bs=8, shuffle=False, device='cpu')
     options = {'opt_func': SGD, 'lr': 0.05, **options}
-    learn = Learner(dls, model.double(), nn.MSELoss(), cbs=list(cbs), **options)
-    learn.logger = lambda row: None
+    learn = quiet_learner(dls, model.double(), nn.MSELoss(), cbs=list(cbs), **options)
     return learn.no_bar().__enter__()
 
 

@@ -1,7 +1,5 @@
 """Cases: the memory that a checkpoint's copy takes, as the share of tensors that lie in new memory."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 from unittest import mock

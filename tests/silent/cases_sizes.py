@@ -1,7 +1,5 @@
 """Sizes of batches, lengths of loaders, and means of losses, against loops by hand."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from learnkit import SGD, Callback, DataLoaders, GradientAccumulation, Learner, accuracy
+from tests.helpers.learners import quiet_learner
 from tests.silent.cases import case
 
 PART = 'sizes, lengths, means'
@@ -48,10 +47,7 @@ class Time(nn.Module):
 
 
 def make_learner(dls: Any, model: nn.Module, loss_func: Any, *cbs: Any, **options: Any) -> Learner:
-    learn = Learner(dls, model, loss_func, SGD, cbs=list(cbs), **options)
-    learn.logger = lambda row: None
-    learn.remove_cb(learn.progress)
-    return learn
+    return quiet_learner(dls, model, loss_func, SGD, cbs=list(cbs), has_bar=False, **options)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -1,7 +1,5 @@
 """Steps of the optimizer: how often the level of a step opens, which is how often its events fire."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases that the sweep over loaders of data libraries has found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 from typing import Any

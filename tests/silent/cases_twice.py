@@ -1,7 +1,5 @@
 """Done, undone and done again: what an extra forward pass, a search or a second resume used to leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -250,8 +248,7 @@ def count_epochs(folder: Path, kills: list[int]) -> int:
         nn.init.ones_(model.weight)
         dls = DataLoaders.from_tensors(data, data, bs=4, device='cpu')
         cbs = [from_keras(EarlyStopping()), Checkpoint('1ep', folder)]
-        learn = Learner(dls, model, nn.MSELoss(), SGD, lr=0.1, path=folder, cbs=cbs)
-        learn.logger = noop
+        learn = quiet_learner(dls, model, nn.MSELoss(), SGD, lr=0.1, path=folder, cbs=cbs)
         learn.add_cbs(interrupt(at, 'epoch_checkpoint', 'ep'))
         run(learn, 30)
     return int(learn.time.ep)

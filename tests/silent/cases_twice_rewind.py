@@ -1,7 +1,5 @@
 """Looks at a moment of an earlier run, and differences of two runs: the second look, and what no loss shows."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout

@@ -1,7 +1,5 @@
 """Values that callbacks watch: absent values, NaN, metrics that cannot be computed, counts of an average."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial
@@ -36,6 +34,7 @@ from learnkit.metrics import (
     skm_to_fastai,
 )
 from learnkit.testing import synth_learner
+from tests.helpers.learners import quiet_synth_learner
 from tests.helpers.libraries import import_or_skip
 from tests.silent.cases import case
 
@@ -94,8 +93,7 @@ def _best_weights_within_an_epoch() -> tuple[Any, Any]:
     note = Callback(after_eval=lambda cb: losses.append(cb.recorder.measured['valid_loss']))
     with TemporaryDirectory() as folder:
         cbs = [SaveModelCallback(), note]
-        learn = synth_learner(lr=0.01, path=folder, cbs=cbs, eval_every='7ba')
-        learn.logger = noop
+        learn = quiet_synth_learner(lr=0.01, path=folder, cbs=cbs, eval_every='7ba')
         with learn.no_bar():
             learn.fit(3)
             found = float(learn.validate()[0])

@@ -1,7 +1,5 @@
 """Each case that used to be wrong without a word, against its independent value."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

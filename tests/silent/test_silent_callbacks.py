@@ -1,7 +1,5 @@
 """What callbacks see and change: outputs of models, gradients before a step, rates, evaluation weights."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluations inside handlers, targets, streams, metrics with several values, the end of a Learner."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ from learnkit import Callback, Learner
 from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, LossError, MetricError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
-from learnkit.metrics import Metric
 from tests.helpers.learners import quiet_learner
 
 
@@ -86,8 +83,7 @@ def unlabeled(form: str, n: int = 4) -> list[Any]:
 def test_a_loss_of_the_predictions_alone(form: str) -> None:
     torch.manual_seed(0)
     dls = DataLoaders(unlabeled(form), unlabeled(form, 2))
-    learn = Learner(dls, Encoder(), spread, opt_func=torch.optim.SGD, lr=0.1)
-    learn.logger = lambda r: None
+    learn = quiet_learner(dls, Encoder(), spread, opt_func=torch.optim.SGD, lr=0.1)
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     torch.manual_seed(0)
@@ -132,8 +128,7 @@ def boxed(n: int = 4) -> list[dict[str, Tensor]]:
 def test_targets_of_dicts_by_name() -> None:
     torch.manual_seed(0)
     dls = DataLoaders(boxed(), boxed(2), targets=('boxes', 'labels'))
-    learn = Learner(dls, Detector(), detection_loss, opt_func=torch.optim.SGD, lr=0.1)
-    learn.logger = lambda r: None
+    learn = quiet_learner(dls, Detector(), detection_loss, opt_func=torch.optim.SGD, lr=0.1)
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     torch.manual_seed(0)
@@ -185,8 +180,9 @@ def test_n_inp_by_loader() -> None:
         cb.learn.xb = cb.xb[:1]
 
     dls = DataLoaders([(x, x, y)], [(x, y)], n_inp={'train': 2, 'valid': 1})
-    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(before_batch=look))
-    learn.logger = lambda r: None
+    learn = quiet_learner(
+        dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(before_batch=look)
+    )
     learn.fit(1)
     learn.get_preds()
     learn.get_preds(ds_idx=0)
@@ -374,39 +370,6 @@ def errors(pred: Tensor, targ: Tensor) -> dict[str, Any]:
     return {'bias': (pred - targ).mean(), 'abs': {'mean': (pred - targ).abs().mean().item()}}
 
 
-class Extremes(Metric):
-    "Keep the least and the largest error."
-
-    def reset(self) -> None:
-        self.low, self.high = [], []
-
-    def accumulate(self, learn: Any) -> None:
-        error = learn.pred.detach() - learn.y
-        self.low.append(float(error.min()))
-        self.high.append(float(error.max()))
-
-    @property
-    def value(self) -> Any:
-        return {'min': min(self.low), 'max': max(self.high), 'bias': 1.0} if self.low else None
-
-
-def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    with torch.no_grad():
-        error = model(x) - y
-    return {
-        'bias': error.mean().item(),
-        'abs_mean': error.abs().mean().item(),
-        'min': error.min().item(),
-        'max': error.max().item(),
-        'extremes_bias': 1.0,
-        'mean_squared': error.square().mean().item(),
-    }
-
-
-def squared(pred: Tensor, targ: Tensor) -> Tensor:
-    return (pred - targ).square().mean()
-
-
 def test_bad_dicts_are_errors_before_the_first_step() -> None:
     for bad in ({}, {'a': torch.ones(2)}, {'a': {}}, {'a': 'b'}):
         learn = regression(metrics=lambda pred, targ, bad=bad: bad)
@@ -443,8 +406,7 @@ def test_numbers_in_place_of_probabilities_are_warned_of() -> None:
 
     def fit(y: Tensor) -> None:
         data = DataLoaders.from_tensors((x, y), bs=8)
-        learn = Learner(data, nn.Linear(1, 3).double(), nn.CrossEntropyLoss())
-        learn.logger = lambda r: None
+        learn = quiet_learner(data, nn.Linear(1, 3).double(), nn.CrossEntropyLoss())
         learn.fit(1)
 
     fit(share)

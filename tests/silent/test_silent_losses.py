@@ -1,7 +1,5 @@
 """Losses that are not a mean over samples: against plain torch loops in double precision."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Means of what a loss averages over, and what is added to a loss: against plain torch loops in double precision."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial

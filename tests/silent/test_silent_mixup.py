@@ -1,7 +1,5 @@
 """MixUp and CutMix: masks, batches that are left out, class weights, and the end of blending."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from learnkit import Callback, Learner
 from learnkit.callbacks.mixup import CutMix, MixUp
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
+from tests.helpers.learners import quiet_learner
 
 WEIGHT = torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64)
 
@@ -45,8 +44,9 @@ class Notes(Callback):
 
 def trained(batches: Any, model: nn.Module, loss: Any, *cbs: Any, **kwargs: Any) -> Learner:
     dls = DataLoaders(batches)
-    learn = Learner(dls, model.double(), loss, cbs=[*cbs, Notes], opt_func=torch.optim.SGD, lr=0.0)
-    learn.logger = lambda row: None
+    learn = quiet_learner(
+        dls, model.double(), loss, cbs=[*cbs, Notes], opt_func=torch.optim.SGD, lr=0.0
+    )
     learn.fit(1, **kwargs)
     return learn
 

@@ -1,7 +1,5 @@
 """The optimizer is what the user gave: exact steps, every parameter, modes and closures."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses of single samples, predictions on one item, and batches that callbacks look at."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores of values far from zero, and scores of a whole set that are given as functions of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

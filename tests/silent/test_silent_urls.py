@@ -1,7 +1,5 @@
 """A URL where a folder or file of this machine is expected."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

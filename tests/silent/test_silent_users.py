@@ -1,7 +1,5 @@
 """What users' own functions and callbacks do: logs after the row, losses that add up, metrics, layers, loaders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

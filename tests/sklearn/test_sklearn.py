@@ -1,7 +1,5 @@
 """Estimators of scikit-learn: its own checks, and weights compared with a Learner and a plain loop."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 from typing import Any

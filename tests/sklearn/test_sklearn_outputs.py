@@ -1,7 +1,5 @@
 """What the outputs of a model mean to an estimator's loss: probabilities, decisions, labels and numbers."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Sample weights and class weights of estimators, compared with loops by hand and with repeated samples."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`kill_and_resume` finds what a resume loses, and reports training that fails by itself."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
