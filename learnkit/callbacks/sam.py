@@ -79,13 +79,11 @@ class SAM(Callback):
 
     def before_step(self) -> None:
         learn = self.learn
+        custom_batch = learn.parts.custom_batch
         params = [p for p in learn.step_parameters if p.grad is not None]
         if not params:
             return
-        if (
-            learn.parts.custom_batch.call is not None
-            and learn.parts.custom_batch.call.compute is None
-        ):
+        if custom_batch.call is not None and custom_batch.call.compute is None:
             raise make_repeat_error('SAM')
         self._repeat_passes(params)
 

@@ -287,13 +287,14 @@ def write_own_files(
 
     An interrupted write leaves a folder without a checkpoint's file. `sweep_folders` removes it.
     """
-    writers = [cb for cb in learn.parts.callbacks if has_own_files(cb)]
+    callbacks = learn.parts.callbacks
+    writers = [cb for cb in callbacks if has_own_files(cb)]
     if not writers:
         return {}
     folder = path.with_suffix(OWN_FILES)
     shutil.rmtree(folder, ignore_errors=True)
     for cb in writers:
-        own = folder / learn.parts.callbacks.keys[id(cb)]
+        own = folder / callbacks.keys[id(cb)]
         own.mkdir(parents=True)
         cb.save_to_checkpoint(own)
     files = [file for file in sorted(folder.rglob('*')) if file.is_file()]

@@ -341,14 +341,16 @@ def _load_callbacks(learn: Learner, resume: ResumeState) -> None:
 
 def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
     "Restore the counters of the loop, but not the length of the fit; compute the completed share from this length."
+    counters = learn.parts.counters
+    lengths = learn.parts.lengths
     pct_train = learn.pct_train
     n_epoch = learn.n_epoch if learn.run.depth else loop['n_epoch']
     for name in SAVED:
         setattr(learn, name, loop[name])
     learn.n_iter = loop['n_iter']
-    learn.parts.lengths.correct(learn.dls.train, loop['length'])
-    learn.parts.lengths.usual = loop['usual_length']
-    learn.parts.lengths.was_resumed = True
+    lengths.correct(learn.dls.train, loop['length'])
+    lengths.usual = loop['usual_length']
+    lengths.was_resumed = True
     learn.parts.positions.n_drawn = loop['n_drawn']
     learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:
@@ -358,14 +360,14 @@ def _restore_counters(learn: Learner, loop: Mapping[str, Any]) -> None:
             epoch_share = min(1.0, loop['n_drawn'] / loop['n_iter']) if is_within else 1.0
             learn.pct_train = (loop['epoch'] + epoch_share) / n_epoch
     learn.run.stopping = loop['stopping']
-    learn.parts.counters.load_units(loop['done'])
+    counters.load_units(loop['done'])
     learn.parts.microbatches.fitting_size = loop['fitting_size']
     learn.parts.evaluations.load_state_dict(loop['evaluations'])
     if learn.opt is not None:
         learn.opt.n_steps = loop['n_steps']
-    learn.parts.counters.seconds = loop['seconds']
-    if learn.parts.counters.fit_began is not None:
-        learn.parts.counters.fit_began = perf_counter()
+    counters.seconds = loop['seconds']
+    if counters.fit_began is not None:
+        counters.fit_began = perf_counter()
     if loop['loss'] is not None:
         learn.loss = loop['loss'].to(learn.run.batch_device or 'cpu', copy=True)
 

@@ -110,7 +110,8 @@ def load(
 @contextmanager
 def ensure_optimizer(learn: Learner, needed: bool) -> Iterator[None]:
     "Create an optimizer if one is needed and missing, and discard it if the block fails."
-    before = learn.opt, learn.lr, learn.parts.counters.steps
+    counters = learn.parts.counters
+    before = learn.opt, learn.lr, counters.steps
     if needed and (learn.opt is None or has_foreign_opt(learn)):
         learn.create_opt()
     if needed and not isinstance(learn.opt, OptimWrapper):
@@ -118,7 +119,7 @@ def ensure_optimizer(learn: Learner, needed: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        learn.opt, learn.lr, learn.parts.counters.steps = before
+        learn.opt, learn.lr, counters.steps = before
         raise
 
 

@@ -75,6 +75,7 @@ def _collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
 
 def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the counters of the loop; `point` names the point of the loop, as in `SAVE_POINTS`."
+    lengths = learn.parts.lengths
     loss = getattr(learn, 'loss', None)
     n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.parts.positions.n_drawn
     return {
@@ -84,8 +85,8 @@ def _collect_loop_state(learn: Learner, point: str) -> dict[str, Any]:
         'step': samples_per_step(learn) if point else None,
         'stage': learn.stage,
         'n_iter': learn.n_iter,
-        'length': learn.parts.lengths.correction(learn.dls.train),
-        'usual_length': learn.parts.lengths.usual,
+        'length': lengths.correction(learn.dls.train),
+        'usual_length': lengths.usual,
         'n_epoch': learn.n_epoch,
         'stopping': learn.run.stopping,
         'done': learn.parts.counters.by_unit(),

@@ -136,15 +136,16 @@ def trace(learn: Learner) -> Iterator[Trace]:
 @contextmanager
 def replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
-    original_tables = learn.parts.callbacks.tables
     callbacks = learn.parts.callbacks
+    callbacks = learn.parts.callbacks
+    original_tables = callbacks.tables
     tables = tuple(make(table) for table in original_tables)
     callbacks.more_tables.extend(tables)
-    learn.parts.callbacks.tables = tables
+    callbacks.tables = tables
     try:
         yield
     finally:
-        learn.parts.callbacks.tables = original_tables
+        callbacks.tables = original_tables
         table_ids = {id(table) for table in tables}
         callbacks.more_tables[:] = [t for t in callbacks.more_tables if id(t) not in table_ids]
 

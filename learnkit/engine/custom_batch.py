@@ -399,12 +399,13 @@ class EventCheck(Callback):
     def after_batch(self) -> None:
         "After the first step, warn of callbacks that handle events that did not fire."
         learn = self.learn
+        callbacks = learn.parts.callbacks
         if learn.opt.n_steps == self._n_steps:
             return
-        learn.parts.callbacks.hold([self])
+        callbacks.hold([self])
         waiting: dict[str, list[str]] = {}
         for event in BATCH_EVENTS:
-            for _, switch, cb in learn.parts.callbacks.plain_tables[True][event]:
+            for _, switch, cb in callbacks.plain_tables[True][event]:
                 if event not in self._seen and switch and waits_for_events(cb):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if waiting:

@@ -67,14 +67,15 @@ class Microbatches:
         size: Any,  # number of samples, or 'auto'
     ) -> None:
         "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
+        loss_weights = learn.parts.loss_weights
         if size == 'auto':
             size = self._find_size(learn)
         xb = learn.xb
         yb = learn.yb
         weights = None
         parts = learn.parts.processes.batch.split(learn, xb, yb, size)
-        if not learn.parts.loss_weights.is_sum(learn):
-            weights = [learn.parts.loss_weights.weigh_batch(learn, *part) for part in parts]
+        if not loss_weights.is_sum(learn):
+            weights = [loss_weights.weigh_batch(learn, *part) for part in parts]
         losses = []
         try:
             for i, part in enumerate(parts):

@@ -125,11 +125,12 @@ def check_rewound(learn: Learner, resume: Any) -> None:
     """Raise `CheckpointError` for a new fit that would write into the folder of the run that was rewound.
 
     A fit that resumes replaces the state that `rewind` has set, and ends the check."""
-    folder = learn.parts.positions.rewound
+    positions = learn.parts.positions
+    folder = positions.rewound
     if folder is None:
         return
     if resume is not None and resume is not False:
-        learn.parts.positions.rewound = None
+        positions.rewound = None
         return
     if folder in [place.absolute() for place in list_checkpoint_folders(learn)]:
         raise CheckpointError(

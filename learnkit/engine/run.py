@@ -213,16 +213,17 @@ def end_run(learn: Learner, error: BaseException | None) -> None:
 
 def _reset_run(learn: Learner, error: BaseException | None) -> None:
     "Reset the state of the run that has ended."
+    callbacks = learn.parts.callbacks
     run = learn.run
     if error is not None:
         forget_run(learn)
-    learn.parts.callbacks.end_run()
+    callbacks.end_run()
     learn.parts.positions.close()
     learn.run.resuming = None
     learn.resumed = False
     learn.error = None
     run.stopping = run.starts_over = False
-    for cb in learn.parts.callbacks:
+    for cb in callbacks:
         if not cb.run:
             cb.run = True
 
