@@ -92,11 +92,15 @@ ROWS = (
                     'dispatch: events to handlers',
                     'callback: the base class',
                 ),
-                *('#B #F callback_state', '#4 #B positions: in the data', '#F resume: ResumeState'),
+                *(
+                    '#B #F callback_state',
+                    '#4 #B positions: in the data',
+                    '#F resumed_run: ResumedRun',
+                ),
                 *(
                     '#B #F processes: one process',
                     'evaluation_schedule: what is due',
-                    'seams, snapshot, resume',
+                    'seams, snapshot, traits',
                 ),
             ),
             columns=3,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from learnkit.engine.events import LEVELS, LIFECYCLE, Moment
+from learnkit.engine.events import LEVELS, LIFECYCLE, LifecycleRow
 
 FILE = Path(__file__).with_name('lifecycle.svg')
 # pixels: a line, one depth, the margins, the picture
@@ -32,7 +32,7 @@ STYLE = """
 """.strip('\n')
 
 
-def is_loop(moment: Moment) -> bool:
+def is_loop(moment: LifecycleRow) -> bool:
     return moment.event.startswith('[for each')
 
 
@@ -90,7 +90,7 @@ def bar(depth: int, start: int, end: int) -> str:
     return f'<path class="level" d="M{left} {y(start) + 7}V{y(end) + ROW - 7}"/>'
 
 
-def words(row: int, moment: Moment) -> str:
+def words(row: int, moment: LifecycleRow) -> str:
     "One line: the event, or the note, and what leads to a cancel; a pointer on it shows what is true then."
     left = x(moment.depth)
     baseline = y(row) + 17

@@ -51,7 +51,7 @@ from learnkit.engine.dispatch import as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.parts import Parts
-from learnkit.engine.resume import check_rewound
+from learnkit.engine.resumed_run import check_rewound
 from learnkit.engine.run import call_each, note_error, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback, missing_train_eval

@@ -54,7 +54,7 @@ from learnkit.core.watched import as_number, can_be_best
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import callback_names
 from learnkit.engine.counters import Every
-from learnkit.engine.resume import CheckpointWriter, checkpoint_point
+from learnkit.engine.resumed_run import CheckpointWriter, checkpoint_point
 from learnkit.engine.traits import trait_of
 from learnkit.metrics.direction import MetricProperties
 

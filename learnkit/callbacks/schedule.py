@@ -25,7 +25,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import prepare_opt
-from learnkit.engine.resume import check_rewound
+from learnkit.engine.resumed_run import check_rewound
 from learnkit.engine.traits import trait_of
 from learnkit.optim.annealing import (
     SchedCos,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.file import damaged_error, shorten_error
-from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
+from learnkit.checkpoint.folder import SHARDS, describe_file, file_has_size
 from learnkit.comm.dtensor import full_tensor, is_dtensor, list_shardings
 from learnkit.comm.ranks import Comm, new_host_group
 from learnkit.core.errors import CheckpointError
@@ -36,7 +36,7 @@ Parts = dict[str, Tensor]  # DTensors, on the CPU when they are written
 
 def find_parts_folder(path: Path) -> Path:
     "Return the folder of shards that belongs to a checkpoint's file."
-    return path.with_suffix(PARTS)
+    return path.with_suffix(SHARDS)
 
 
 # -- splitting a state -----------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Writers:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def load_parts(
+def load_shards(
     state: Mapping[str, Any],  # state of the checkpoint's file
     path: Path,  # file of the checkpoint
     mesh: DeviceMesh | None = None,  # CPU mesh: read this rank's shards; None: read full tensors

@@ -27,7 +27,7 @@ from learnkit.core.files import as_local_path, flush_file, flush_folder, identif
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import can_be_best
 from learnkit.engine.callback import Callback
-from learnkit.engine.resume import CheckpointWriter
+from learnkit.engine.resumed_run import CheckpointWriter
 from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # suffixes of a checkpoint's file, and of the folders of shards and of callbacks next to it
 SUFFIX = '.ckpt'
-PARTS = '.parts'
+SHARDS = '.parts'
 OWN_FILES = '.files'
 DEFERRED = ('model', 'loss_func', 'optimizer')  # entries that are read when they are loaded
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
@@ -258,7 +258,7 @@ def check_files(
 ) -> None:
     "Raise `DamagedError` if a file in the folders next to a checkpoint's file is missing or damaged."
     shards = state.get('parts', {'files': {}})['files']
-    for suffix, files in ((PARTS, shards), (OWN_FILES, state.get('files', {}))):
+    for suffix, files in ((SHARDS, shards), (OWN_FILES, state.get('files', {}))):
         folder = path.with_suffix(suffix)
         if files and not folder.is_dir():
             what = f'the folder {folder.name} next to it is missing. Copy the folder together with the file'
@@ -356,7 +356,7 @@ def _find_file_name(value: Any) -> str:
 def remove_checkpoint(path: Path) -> None:
     "Remove a checkpoint's file, and the folders that belong to it."
     path.unlink(missing_ok=True)
-    for suffix in (PARTS, OWN_FILES):
+    for suffix in (SHARDS, OWN_FILES):
         shutil.rmtree(path.with_suffix(suffix), ignore_errors=True)
 
 
@@ -365,7 +365,7 @@ def sweep_folders(folder: Path) -> list[Path]:
     stale = [
         p
         for p in sorted(folder.iterdir())
-        if p.suffix in (PARTS, OWN_FILES)
+        if p.suffix in (SHARDS, OWN_FILES)
         and p.is_dir()
         and not p.is_symlink()
         and re.match(r'\d+-', p.name)

@@ -20,7 +20,7 @@ from typing import Any
 from learnkit.checkpoint.file import shorten_error
 from learnkit.checkpoint.folder import (
     OWN_FILES,
-    PARTS,
+    SHARDS,
     SUFFIX,
     Entry,
     find_superfluous,
@@ -208,7 +208,7 @@ class Mirror:
         "Fetch a checkpoint to its path in the folder, the `.ckpt` last. Raises `OSError` if that fails."
         try:
             fs, root = self.open()
-            for suffix in (PARTS, OWN_FILES):
+            for suffix in (SHARDS, OWN_FILES):
                 for stored in fs.find(f'{root}/{path.with_suffix(suffix).name}'):
                     name = stored.removeprefix(f'{root}/')
                     if '..' in Path(name).parts:
@@ -224,7 +224,7 @@ class Mirror:
     def upload(self, path: Path) -> None:
         "Copy a checkpoint to the store, its `.ckpt` last."
         fs, root = self.open()
-        folders = [path.with_suffix(suffix) for suffix in (PARTS, OWN_FILES)]
+        folders = [path.with_suffix(suffix) for suffix in (SHARDS, OWN_FILES)]
         files = [file for folder in folders for file in sorted(folder.rglob('*'))]
         for file in [*files, path]:
             if file.is_file():
@@ -233,7 +233,7 @@ class Mirror:
     def remove(self, name: str) -> None:
         "Remove a checkpoint from the store, its `.ckpt` first."
         fs, root = self.open()
-        for suffix in (SUFFIX, PARTS, OWN_FILES):
+        for suffix in (SUFFIX, SHARDS, OWN_FILES):
             path = f'{root}/{Path(name).with_suffix(suffix)}'
             if fs.exists(path):
                 fs.rm(path, recursive=True)
@@ -243,7 +243,7 @@ class Mirror:
         names = self.list_sizes()
         for path in map(Path, names):
             owner = path.with_suffix(SUFFIX)
-            is_folder = path.suffix in (PARTS, OWN_FILES) and parse_number(owner)
+            is_folder = path.suffix in (SHARDS, OWN_FILES) and parse_number(owner)
             if is_folder and owner.name not in names:
                 self.remove(owner.name)
 

@@ -5,7 +5,7 @@
 
 1. `find_checkpoint` finds a checkpoint (`checkpoint/folder.py`), and reads and verifies it (`checkpoint/file.py`).
 2. `begin_resume` compares weights and optimizers with the Learner's, and loads them (`checkpoint/weights.py`).
-3. The fit begins, and the loop skips to the epoch and the batch of the checkpoint (`engine/resume.py`).
+3. The fit begins, and the loop skips to the epoch and the batch of the checkpoint (`engine/resumed_run.py`).
 4. `restore_state` restores everything there: weights again, counters, callbacks (`engine/callback_state.py`),
    the files of callbacks, and random generators last.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.buffers import add_buffers, restore_loose_buffers
-from learnkit.checkpoint.dcp import load_parts
+from learnkit.checkpoint.dcp import load_shards
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.optimizer_state import decode_optimizer
@@ -48,7 +48,7 @@ from learnkit.data.shard import Shard
 from learnkit.engine.callback_state import load_states, warn_of_changed_callbacks
 from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.resume import (
+from learnkit.engine.resumed_run import (
     SAVE_POINTS,
     ResumeState,
     find_checkpoint_folder,
@@ -112,7 +112,7 @@ def _find_on_rank(learn: Learner, resume: Any) -> ResumeState | None:
             learn.run.starts_over = not learn.parts.counters.batches
             return None
         path, state, info = found
-        state = load_parts(state, path, find_reading_mesh(bare_model(learn.model)))
+        state = load_shards(state, path, find_reading_mesh(bare_model(learn.model)))
         state = check_state(state, path)
         r = ResumeState(state, restore_state, path, info, is_owner=True)
     if not r.loop['point']:

@@ -19,7 +19,7 @@ from learnkit.core.random import capture_own, capture_rng
 from learnkit.data.position import describe_drawn
 from learnkit.engine.callback_state import collect_nondeterministic_state
 from learnkit.engine.fields import SAVED
-from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
+from learnkit.engine.resumed_run import SAVE_POINTS, checkpoint_point
 from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.dcp import load_parts
+from learnkit.checkpoint.dcp import load_shards
 from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
@@ -68,7 +68,7 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
     try:
         state, _ = read_state(path)
         check_files(path, {**state, 'files': {}})
-        return load_parts(state, path)
+        return load_shards(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None
 

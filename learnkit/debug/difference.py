@@ -33,7 +33,7 @@ from learnkit.debug.rewind import RecordedRun, list_runs
 from learnkit.debug.trace import WatchedTable, digest_tensors, read_watched, replace_tables
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable
-from learnkit.engine.resume import find_checkpoint_folder
+from learnkit.engine.resumed_run import find_checkpoint_folder
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

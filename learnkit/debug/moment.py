@@ -26,7 +26,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import keeps_attributes
 from learnkit.engine.custom_batch import list_overrides
 from learnkit.engine.dispatch import as_callback, as_list
-from learnkit.engine.resume import ResumeState, list_checkpoint_writers
+from learnkit.engine.resumed_run import ResumeState, list_checkpoint_writers
 from learnkit.engine.snapshot import restored
 from learnkit.engine.traits import trait_of
 

@@ -32,7 +32,7 @@ from learnkit.core.validation import warn_user
 from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, seek
 from learnkit.debug.record import Record, read_record, refuse
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.resume import SAVE_POINTS, ResumeState, find_checkpoint_folder
+from learnkit.engine.resumed_run import SAVE_POINTS, ResumeState, find_checkpoint_folder
 from learnkit.engine.traits import trait_of
 from learnkit.optim.state import copy_value
 

@@ -137,7 +137,6 @@ def trace(learn: Learner) -> Iterator[Trace]:
 def replace_tables(learn: Learner, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
     "Return a context in which the loop uses the handler tables that `make` returns for its tables."
     callbacks = learn.parts.callbacks
-    callbacks = learn.parts.callbacks
     original_tables = callbacks.tables
     tables = tuple(make(table) for table in original_tables)
     callbacks.more_tables.extend(tables)

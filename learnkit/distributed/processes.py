@@ -22,7 +22,7 @@ from learnkit.distributed.ddp import Parallelism
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.global_batch import GlobalBatch
 from learnkit.engine.processes import OneProcess
-from learnkit.engine.resume import ResumeState
+from learnkit.engine.resumed_run import ResumeState
 from learnkit.engine.run import open_run
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from learnkit.core.errors import (
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LifecycleRow:
     "Row of the lifecycle: an event, or a note about a loop or a condition."
 
     depth: int  # level of nesting
@@ -109,10 +109,10 @@ post_close | post_close | after every `close`
 """
 
 
-def _parse_row(row: str) -> Moment:
+def _parse_row(row: str) -> LifecycleRow:
     event_name, composer, doc = (cell.strip() for cell in row.split('|'))
     depth = (len(row) - len(row.lstrip())) // 2
-    return Moment(depth, event_name, composer, doc)
+    return LifecycleRow(depth, event_name, composer, doc)
 
 
 LIFECYCLE = tuple(_parse_row(row) for row in _TABLE.strip().splitlines())
@@ -179,7 +179,7 @@ event = SimpleNamespace(**{name: name for name in EVENTS})
 def lifecycle_markdown() -> str:
     "Return the lifecycle as a Markdown table, which `docs/lifecycle.md` contains."
 
-    def format_row(m: Moment) -> str:
+    def format_row(m: LifecycleRow) -> str:
         name = m.event if m.is_note else f'`{m.event}`'
         return f'| {"&emsp;" * m.depth}{name} | {m.composer or "-"} | {m.doc} |'
 

@@ -16,7 +16,7 @@ from learnkit.comm.ranks import has_joined
 from learnkit.core.batch import count_samples, describe, find_bs, microbatches, size_func_of
 from learnkit.core.errors import BatchError
 from learnkit.core.validation import warn_user
-from learnkit.engine.resume import ResumeState
+from learnkit.engine.resumed_run import ResumeState
 from learnkit.engine.run import end_run, open_run
 
 if TYPE_CHECKING:

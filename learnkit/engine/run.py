@@ -27,6 +27,7 @@ from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
 from learnkit.engine.callback import Callback
+from learnkit.engine.composer_model import HOLDER, composer_seams
 from learnkit.engine.dispatch import (
     format_place,
     list_running,
@@ -34,7 +35,6 @@ from learnkit.engine.dispatch import (
 from learnkit.engine.events import LEVELS
 from learnkit.engine.explain import explain_error
 from learnkit.engine.fields import RESTORED
-from learnkit.engine.whole_batch import HOLDER, whole_batch_seams
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -155,7 +155,7 @@ def open_run(
             if kind == 'fit':
                 counters.fit_began = began
             if run.depth == 1:
-                convention = learn.seams.take_free(HOLDER, **whole_batch_seams(learn))
+                convention = learn.seams.take_free(HOLDER, **composer_seams(learn))
                 callbacks.refresh(classes=True)
                 learn._open_for_use()
             try:

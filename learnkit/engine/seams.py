@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from learnkit.core.errors import FitError
+from learnkit.engine.composer_model import HOLDER
 from learnkit.engine.loss import call_model, compute_batch_loss
 from learnkit.engine.positions import Source
-from learnkit.engine.whole_batch import HOLDER
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

@@ -25,7 +25,7 @@ from learnkit.core.validation import check_count
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
 from learnkit.engine.lengths import find_length
-from learnkit.engine.resume import ResumeState
+from learnkit.engine.resumed_run import ResumeState
 from learnkit.interop.adapter import CallbackAdapter, list_adapters
 from learnkit.interop.hooks import (
     batches_per_step,

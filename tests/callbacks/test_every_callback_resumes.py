@@ -12,7 +12,7 @@ import pytest
 from learnkit import Callback, Learner
 from learnkit.checkpoint.digest import differences
 from learnkit.core.errors import CancelFitException
-from learnkit.engine.resume import checkpoint_point
+from learnkit.engine.resumed_run import checkpoint_point
 from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, make_to_resume
 from tests.helpers.output import capture_printed, read_files, to_comparable
 from tests.helpers.resuming import State, check_every_place, scramble, through_a_file

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint
 
 from learnkit import EMA, Callback, Checkpoint
 from learnkit.checkpoint import dcp
-from learnkit.checkpoint.dcp import find_parts_folder, load_parts
+from learnkit.checkpoint.dcp import find_parts_folder, load_shards
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import find
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
@@ -242,11 +242,11 @@ def test_a_hostile_folder_runs_nothing(written, tmp_path, monkeypatch):
     for content in [*calls, pickle.dumps(bytes_metadata), pickle.dumps({'a': 1}), b'']:
         (parts / '.metadata').write_bytes(content)
         with pytest.raises(DamagedError, match=f'{path.name} .*: its parts cannot be read'):
-            load_parts(read_state(path)[0], path)
+            load_shards(read_state(path)[0], path)
     (parts / '.metadata').write_bytes(metadata)
     (parts / '__0_0.distcp').write_bytes(calls[0] * 1000)
     with pytest.raises(DamagedError, match='cannot be read'):
-        load_parts(read_state(path)[0], path)
+        load_shards(read_state(path)[0], path)
     assert not sentinel.exists()
     for content in calls:  # each would run
         pickle.loads(content)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 HOLDER = 'a model of whole batches'
 
 
-def whole_batch_seams(learn: Learner) -> dict[str, Any]:
+def composer_seams(learn: Learner) -> dict[str, Any]:
     "Return the functions at the seams `model` and `loss` for a model of whole batches; empty for other models."
     if not takes_batches(learn.model):
         return {}
-    whole_batches = WholeBatches()
-    return {'model': whole_batches.call, 'loss': whole_batches.compute_loss}
+    calls = ComposerCalls()
+    return {'model': calls.call, 'loss': calls.compute_loss}
 
 
-class WholeBatches:
+class ComposerCalls:
     "Call of a model with Composer's interface, and its own loss of the outputs."
 
     def __init__(self) -> None:
