@@ -207,7 +207,7 @@ class CallbackSet:
                         table[event].append((handler, switch, cb))
         for event in moved:
             for table in self.plain_tables:
-                table[event].sort(key=lambda entry: _find_place(entry[2], event))
+                table[event].sort(key=lambda entry: place_in_event(entry[2], event))
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -520,7 +520,7 @@ class HandlerTable(dict[str, list[Entry]]):
         return self[name]
 
 
-def _find_place(cb: Any, event: str) -> int:
+def place_in_event(cb: Any, event: str) -> int:
     "Return -1 for a callback whose class takes an event before the other callbacks, 1 after them, else 0."
     return (event in trait_of(cb, 'runs_last')) - (event in trait_of(cb, 'runs_first'))
 

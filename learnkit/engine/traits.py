@@ -33,6 +33,7 @@ _TABLE = """
   samples_per_step(bs) | None | a resume with other ranks | number of samples of a step, of batches of `bs` samples
   needs_events | True | custom loops | a warning names the callback if its events do not fire
   sets_lr | False | `ParamScheduler` | it sets the learning rate
+* compiled_step() | None | `compile(step=True)` | functions of tensors that a compiled step calls in place of handlers
 * runs_first | () | handler tables | names of events in which it runs before all other callbacks
 * runs_last | () | handler tables | names of events in which it runs after all other callbacks
 * first_process_only | False | handler tables | its handlers run in rank 0 only
