@@ -5,6 +5,9 @@ b          each library's usual defaults: progress, recording, an accuracy, and 
            fifth as many batches; the time of whole epochs per training step. `raw` does the same by hand, `raw-train`
            only the training.
 cnn        a small convolutional network on images of 28 x 28, batches of 64, training alone: where arithmetic counts.
+real       a perceptron 16-64-64-10, batches of 32, with bf16 autocast, clipping, fused AdamW, one cycle of the rate and
+           an average of the weights, training alone.
+real-gpt   the same for a transformer of 2 blocks of width 64, batches of 4 sequences of 32 tokens.
 callbacks  a with 0, 10, 50, 200 and 1000 more callbacks that handle no event of a step, and with 50 that handle one.
 
     python -m benchmarks.step
@@ -19,16 +22,20 @@ from collections.abc import Callable
 from benchmarks.cli import command_line
 from benchmarks.harness import Comparison, Workload
 from benchmarks.peers import PEERS
+from benchmarks.real import REAL, ClassTask, TokenTask
 from benchmarks.subjects import SUBJECTS, ImageTask, Task
 
 __all__ = ['WORKLOADS', 'build', 'main', 'library']
 
 EPOCHS = 4
-# kind of task, batches to train and to validate on, batches before the steady part of an epoch, group of SUBJECTS
+GROUPS = SUBJECTS | {'real': REAL}
+# kind of task, batches to train and to validate on, batches before the steady part of an epoch, group of subjects
 TASKS: dict[str, tuple[type[Task], int, int, int, str]] = {
     'a': (Task, 500, 0, 100, 'a'),
     'b': (Task, 500, 100, 100, 'b'),
     'cnn': (ImageTask, 60, 0, 10, 'a'),
+    'real': (ClassTask, 500, 0, 100, 'real'),
+    'real-gpt': (TokenTask, 100, 0, 20, 'real'),
     'callbacks': (Task, 500, 0, 100, 'a'),
 }
 LIBRARIES = {
@@ -95,6 +102,16 @@ WORKLOADS = {
         'three convolutions on 28x28 images, batch 64, SGD, training alone',
         ['raw', 'learnkit-bare', 'learnkit', 'fastai-bare', 'fastai', *PEERS],
     ),
+    'real': _workload(
+        'real',
+        'perceptron 16-64-64-10, batch 32, bf16, clipping, AdamW, one cycle, average of the weights',
+        list(REAL),
+    ),
+    'real-gpt': _workload(
+        'real-gpt',
+        'GPT, 2 blocks of 64, batch 4 x 32, with the same features',
+        list(REAL),
+    ),
     'callbacks': _workload(
         'callbacks',
         'a with more callbacks',
@@ -120,7 +137,7 @@ def build(workload: str, subject: str) -> Callable[[], float]:
     "Return a function that trains for `EPOCHS` epochs and returns the microseconds per step."
     kind, n_train, n_valid, skip, group = TASKS[workload]
     task = kind(n_train, n_valid, skip)
-    fit = SUBJECTS[group][subject](task)
+    fit = GROUPS[group][subject](task)
     began = task.train.began_s
     ended = task.train.ended_s
 

@@ -638,12 +638,15 @@ class Learner(Loop):
         The model's state dict keeps its keys. With `step=True`, training starts with an ordinary
         step, after which the optimizer has its state. `explain_step` reports which kind of step
         runs, and why. Compiled steps support SGD, Adam and AdamW of torch and of learnkit, with a
-        single optimizer and without microbatches. After a compiled step `pred` and `loss_grad` are
-        detached; the parameters' `grad` is never set.
+        single optimizer and without microbatches. Callbacks that act within the step take part by
+        a method `compiled_step`. After a compiled step `pred` and `loss_grad` are detached; the
+        parameters' `grad` is never set.
 
-        A batch of another shape than the first one runs in an ordinary step; with `dynamic=True`
-        the step is compiled for all shapes. Random numbers, such as dropout masks, are drawn as in
-        an ordinary step (inductor's `fallback_random`), unless `mode` is given.
+        The step is compiled once for each shape of batches, up to 8: at once for the first shape,
+        for another one when it comes the second time, such as the smaller last batch of the second
+        epoch. With `dynamic=True` it is compiled once for all shapes. Random numbers, such as
+        dropout masks, are drawn as in an ordinary step (inductor's `fallback_random`), unless
+        `mode` is given.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().compile(step=True, backend='eager').explain_step()

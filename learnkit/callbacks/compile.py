@@ -5,10 +5,10 @@ A training step is many small operations, and on a small model the calls cost mo
 computation. `compile()` fuses the operations of the model. `compile(step=True)` fuses the whole
 step, forward, loss, backward and optimizer update, into one function (on a GPU one CUDA graph).
 
-Callbacks cannot act inside such a step. So the compiled step runs only while no active callback has
-a handler between `before_pred` and `after_step`; otherwise the ordinary step runs, and
-`explain_step()` names the callback. All other events occur as usual. This module keeps everything
-else unchanged too:
+Handlers cannot be called inside such a step. A callback with handlers between `before_pred` and
+`after_step` offers functions of tensors in their place, by a method `compiled_step`
+(`learnkit.callbacks.step_parts`). Without them the ordinary step runs, and `explain_step()` names
+the callback. All other events occur as usual. This module keeps everything else unchanged too:
 
 - The weights equal the ordinary step's weights (fp32: within 1e-6 of their norm after 100 steps),
   dropout included.
@@ -34,10 +34,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, is_autocast_enabled, nn
 
-from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
+from learnkit.callbacks.step_parts import Handlers, Part
+from learnkit.callbacks.update_rules import RULES
+from learnkit.callbacks.whole_step import NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.engine.custom_batch import list_overrides
-from learnkit.engine.events import METHODS, STEP_EVENTS
 from learnkit.engine.loss import total_loss
 from learnkit.engine.seams import train_whole_batch
 from learnkit.optim.wrapper import OptimWrapper
@@ -45,8 +46,7 @@ from learnkit.optim.wrapper import OptimWrapper
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# events and methods of callbacks that a compiled step cannot call
-SKIPPED = (*STEP_EVENTS, *METHODS)
+MAX_SHAPES = 8  # number of shapes of batches that are compiled; each takes seconds and memory
 RARE = ('amsgrad', 'dampening', 'differentiable', 'maximize')  # unsupported options
 # attributes of modules, parameters and optimizers
 HOOKS = (
@@ -83,7 +83,8 @@ class WholeStep:
 
     Takes the seam `batch` in a fit. Before every batch it checks for
     changes since the last batch: handlers, hooks, gradients, numbers, shapes. The checks take two or
-    three microseconds in total.
+    three microseconds in total. Each shape of batches has compiled code of its own; a further shape
+    is compiled when it comes the second time.
     """
 
     holder = 'compile(step=True)'
@@ -95,12 +96,13 @@ class WholeStep:
         self.learn = learn
         self.options = options
         self.dynamo = dynamo
-        self.compiled: Any = None  # result of torch.compile, made before the first compiled step
         # arguments of the compiled step, made after an ordinary step
         self.plan: Plan | None = None
         self.refused: list[str] = []  # reasons why there can be no plan
+        self.waiting = ''  # reason why the last step was ordinary, and the next one may be compiled
         self.failure = ''  # reason why nothing is compiled any more
-        self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
+        self.codes: dict[Any, Code] = {}  # compiled code by shapes of the batch
+        self.n_compilations = 0
         if not (
             hasattr(dynamo.config, 'trace_autograd_ops')
             and hasattr(dynamo.eval_frame, 'set_eval_frame')
@@ -117,10 +119,12 @@ class WholeStep:
     def __call__(self, learn: Learner) -> None:
         if self.failure:
             train_whole_batch(learn)
-        elif self._fits():
-            self._run_compiled()
-        else:
+            return
+        code = self._find_code() if self._fits() else None
+        if code is None:
             self._run_ordinary()
+        else:
+            self._run_compiled(code)
 
     def _run_ordinary(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
@@ -130,7 +134,7 @@ class WholeStep:
         # the reasons may change until the next epoch, which checks again
         self.refused = list(find_refusals(self.learn))
         if not self.refused:
-            self.plan = Plan(self.learn)
+            self._make_plan()
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -147,61 +151,104 @@ class WholeStep:
         ):
             self.plan = None
             return False
-        if starts or plan.n_steps != learn.opt.n_steps:
-            self.plan = Plan(learn, plan)  # ordinary steps came between
-        return bool(self.options.get('dynamic')) or self._has_usual_shape()
+        if starts:
+            self._find_handlers(again=True)
+        is_current = plan.n_steps == learn.opt.n_steps and plan.parts == self._list_parts()
+        if starts or not is_current or not plan.read_parts():
+            return self._make_plan()
+        return True
+
+    def _make_plan(self) -> bool:
+        "Make the arguments of the compiled step; return False while a callback has no state for it."
+        parts = self._list_parts()
+        states = []
+        self.waiting = ''
+        for part in parts:
+            state = part.read_state()
+            if state is None:
+                self.waiting = f'{type(part.cb).__name__} was needed in the last step'
+                return False
+            states.append(state)
+        self.plan = Plan(self.learn, parts, states, self.plan)
+        return True
+
+    def _find_handlers(self, again: bool = False) -> Handlers:
+        "Return the handlers inside the step."
+        table: dict[str, Any] = self.learn.parts.callbacks.plain_tables[True]
+        # the table drops this entry, like all others, when callbacks change
+        handlers = None if again else table.get('whole step')
+        if handlers is None:
+            handlers = table['whole step'] = Handlers(self.learn)
+        return handlers
+
+    def _list_parts(self) -> list[Part]:
+        "Return the parts of callbacks that are on."
+        return [part for part in self._find_handlers().parts if part.switch]
 
     def _find_blocks(self) -> list[str]:
         "Return the temporary conditions that need the ordinary step, such as handlers."
         learn = self.learn
-        table: dict[str, Any] = learn.parts.callbacks.plain_tables[True]
-        # the table drops this entry, like all others, when callbacks change
-        entries = table.get('whole step')
-        if entries is None:
-            entries = table['whole step'] = [
-                (f'{type(cb).__name__}.{e} has to be called', switch)
-                for e in SKIPPED
-                for _, switch, cb in table[e]
-            ]
-        found = [reason for reason, switch in entries if switch]
+        found = [reason for reason, switch in self._find_handlers().blocks if switch]
         if learn.microbatch:
             found.append('batches are split into microbatches')
         if learn.run.batch_device is not None and is_autocast_enabled(learn.run.batch_device.type):
             found.append('autocast is active')
         return found
 
-    def _has_usual_shape(self) -> bool:
+    def _find_code(self) -> Code | None:
+        "Return the code for the shapes of the batch; None for shapes that are not compiled yet."
         learn = self.learn
-        shapes = [t.shape if type(t) is Tensor else describe(t) for t in (*learn.xb, *learn.yb)]
-        if not self.shapes:
-            self.shapes = [tuple(shape) if isinstance(shape, tuple) else shape for shape in shapes]
-        return shapes == self.shapes
+        if self.options.get('dynamic'):
+            shapes: Any = 'all'
+        else:
+            batch = (*learn.xb, *learn.yb)
+            shapes = tuple([t.shape if type(t) is Tensor else describe(t) for t in batch])
+        code = self.codes.get(shapes)
+        if code is None:
+            if len(self.codes) >= MAX_SHAPES:
+                return None
+            code = self.codes[shapes] = Code(is_first=not self.codes)
+        code.n_batches += 1
+        return code if code.n_batches > 1 else None
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
         reasons = [self.failure] if self.failure else [*self._find_blocks(), *self.refused]
+        if not reasons and self.waiting:
+            reasons = [self.waiting]
         if reasons:
-            return f'The ordinary step runs: {"; ".join(reasons)}.'
+            return f'The ordinary step runs: {"; ".join(reasons)}.{advise_fused(self.learn)}'
         if self.plan is None:
             return 'The ordinary step runs: compiling comes after the next training batch.'
+        n = self.n_compilations
+        counted = f'It was compiled {"once" if n == 1 else f"{n} times"}.'
         if self.options.get('dynamic'):
-            return 'The compiled step runs.'
-        return (
-            f'The compiled step runs for batches of the shapes {self.shapes}, the ordinary step for '
-            'others (`dynamic=True` compiles for all).'
-        )
+            return f'The compiled step runs. {counted}'
+        shapes = [
+            list(map(describe_shape, key)) for key, code in self.codes.items() if code.compiled
+        ]
+        text = f'The compiled step runs for batches of the shapes {shapes}. {counted}'
+        if len(self.codes) == MAX_SHAPES:
+            text += (
+                f' The ordinary step runs for shapes beyond the first {MAX_SHAPES} '
+                '(`dynamic=True` compiles for all).'
+            )
+        return text
 
     # -- execution ---------------------------------------------------------------------------------
 
-    def _run_compiled(self) -> None:
+    def _run_compiled(self, code: Code) -> None:
         learn = self.learn
         plan = self.plan
         error = ''
         assert plan is not None  # checked by `_fits`
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
+        generator = get_generator(plan.device) if plan.may_undo else None
+        before: Any = None if generator is None else generator.get_state()
+        inputs = plan.list_inputs()
         try:
-            out = self._call(learn.model, learn.loss_func, *plan.inputs, names, learn.xb, learn.yb)
+            out = self._call(code, learn.model, learn.loss_func, *inputs, names, learn.xb, learn.yb)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:
@@ -212,12 +259,21 @@ class WholeStep:
             return self._give_up(error)
         if plan.device.type == 'cuda':
             out = map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
-        learn.pred, learn.loss_grad, learn.loss, parts = out
-        if parts:
-            total_loss(learn, parts)
+        *results, found = out
+        if generator is not None and not all(f['accept'] for f in found if 'accept' in f):
+            # the compiled step has undone itself: the callback that refused it acts in an ordinary one
+            generator.set_state(before)
+            train_whole_batch(learn)
+            return
+        learn.pred, learn.loss_grad, learn.loss, losses = results
+        if losses:
+            total_loss(learn, losses)
         plan.count()
+        for part, values in zip(plan.parts, found, strict=True):
+            if part.finish is not None:
+                part.finish(values)
 
-    def _call(self, *args: Any) -> Any:
+    def _call(self, code: Code, *args: Any) -> Any:
         """Call the compiled code, and compile it first for new arguments.
 
         The function that torch.compile returns looks up settings at every call. Here only the frame
@@ -225,22 +281,24 @@ class WholeStep:
         usual; if they fail, the Python code of `whole_step` runs, which raises `NotCompiled` at its
         start.
         """
-        if self.compiled is None:
-            self._make_code()
+        if code.compiled is None:
+            code.compiled = torch.compile(code.function, **self._list_options())
         set_evaluator = self.dynamo.eval_frame.set_eval_frame
         before = set_evaluator(False)
         try:
-            return self.function(*args)
+            return code.function(*args)
         except NotCompiled:
             pass
         finally:
             set_evaluator(before)
+        self.n_compilations += 1
         with self.dynamo.config.patch(trace_autograd_ops=True):
-            return self.compiled(*args)
+            return code.compiled(*args)
 
-    def _make_code(self) -> None:
+    def _list_options(self) -> dict[str, Any]:
         assert self.plan is not None
-        options = {'fullgraph': True, **self.options}
+        # each shape has its own code, so that torch need not guess which sizes change
+        options = {'fullgraph': True, 'dynamic': False, **self.options}
         if options.get('backend', 'inductor') == 'inductor' and 'mode' not in options:
             on_gpu = self.plan.device.type == 'cuda'
             chosen = {
@@ -249,13 +307,22 @@ class WholeStep:
                 'cpp_wrapper': not on_gpu,
             }
             options['options'] = chosen | (options.get('options') or {})
-        self.function = copy_function(whole_step)
-        self.compiled = torch.compile(self.function, **options)
+        return options
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
         self.plan = None
-        self.compiled = None
+        self.codes = {}
+
+
+class Code:
+    "Compiled code of the step for batches of one shape."
+
+    def __init__(self, is_first: bool) -> None:
+        self.function = copy_function(whole_step)
+        self.compiled: Any = None  # result of torch.compile, made before the first call
+        # the first shape is compiled at once, others when they come again
+        self.n_batches = 1 if is_first else 0
 
 
 def find_refusals(learn: Learner) -> Iterator[str]:
@@ -328,6 +395,32 @@ def make_caller(model: nn.Module) -> Any:
         return model._call_impl(*args, **kwargs)
 
     return copy_function(call_model)
+
+
+def describe_shape(shape: Any) -> Any:
+    "Return the shape of a tensor as a tuple, and the description of another object as it is."
+    return tuple(shape) if isinstance(shape, torch.Size) else shape
+
+
+def get_generator(device: torch.device) -> torch.Generator:
+    "Return the default random generator of a device."
+    if device.type == 'cuda':
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def advise_fused(learn: Learner) -> str:
+    "Return a sentence about optimizers that loop over the tensors in Python on a CPU, or an empty string."
+    for opt in learn.opt.optimizers.values() if learn.opt is not None else ():
+        group = opt.param_groups[0]
+        loops = 'fused' in group and not group['fused'] and not group.get('foreach')
+        if loops and all(p.device.type == 'cpu' for p in group['params']):
+            name = type(opt).__name__
+            return (
+                f' {name} updates one tensor after the other on a CPU: '
+                f'`opt_func=partial(torch.optim.{name}, fused=True)` updates all at once.'
+            )
+    return ''
 
 
 def describe_error(e: Exception) -> str:

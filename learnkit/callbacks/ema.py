@@ -166,15 +166,40 @@ class EMA(Callback):
         "Move the average towards the current weights."
         if self.buffers:
             self._link()  # `forward` may have replaced them
-        decay = self.decay
-        if self.warmup is not None:
-            decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
+        decay = self._next_decay()
         averages = local_shards(self._averages.values())
         pairs = zip(local_shards(self._tensors), averages, strict=True)
         weights = [t if t.dtype is a.dtype else t.to(a.dtype) for t, a in pairs]
         if averages:
             get_ema_multi_avg_fn(decay)(averages, weights, None)
         self._n_updates += 1
+
+    def _next_decay(self) -> float:
+        "Return the decay of the next update."
+        if self.warmup is None:
+            return self.decay
+        return min(self.decay, 1 - (1 + self._n_updates) ** -self.warmup)
+
+    def compiled_step(self) -> dict[str, Any]:
+        "Return the update of a compiled step."
+        return {'state': self._read_state, 'after_step': move_averages, 'finish': self._count_step}
+
+    def _read_state(self) -> dict[str, Any] | None:
+        "Return weight and tensors of the next update; None before the average begins."
+        if not self._averages or self.buffers:
+            return None  # `forward` may replace buffers that the user names
+        is_due = (self._n_steps + 1) % self.every == 0
+        return {
+            'weight': 1 - self._next_decay() if is_due else 0.0,
+            'averages': [*self._averages.values()],
+            'weights': self._tensors,
+        }
+
+    def _count_step(self, found: dict[str, Any]) -> None:
+        self._opt_steps = self.learn.opt.n_steps
+        self._n_steps += 1
+        if self._n_steps % self.every == 0:
+            self._n_updates += 1
 
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
@@ -286,6 +311,12 @@ class EMA(Callback):
         self._averages = {name: a.clone() for name, a in sd['averages'].items()}
         if self.learn is not None:
             self._link()
+
+
+def move_averages(params: list[Tensor], state: dict[str, Any]) -> None:
+    "Move averages towards the weights in place; a weight of 0 leaves them unchanged."
+    for average, t in zip(state['averages'], state['weights'], strict=True):
+        average.lerp_(t.to(average.dtype), state['weight'].to(average.dtype))
 
 
 def copy_values(tensors: list[Tensor], values: list[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,9 +163,7 @@ class MixedPrecision(Callback):
         # a custom training loop may compute any loss after `learn.forward`
         if not learn.training or learn.parts.custom_batch.calls_modules:
             return False
-        loss_func = unwrap_partial(learn.loss_func)
-        is_torchs = loss_func is F.cross_entropy or type(loss_func) in CROSS_ENTROPIES
-        return is_torchs and isinstance(learn.pred, Tensor)
+        return isinstance(learn.pred, Tensor) and is_cross_entropy(learn.loss_func)
 
     def after_loss(self) -> None:
         "Convert scores, and a loss in half precision such as a model's own, to float32."
@@ -176,6 +175,23 @@ class MixedPrecision(Callback):
         if 'loss_grad' in values and learn.loss.dtype in DTYPES.values():
             learn.loss = learn.loss.float()
             learn.loss_grad = learn.loss_grad.float()
+
+    def compiled_step(self) -> dict[str, Any] | None:
+        "Return autocast and conversions of a compiled step; None in fp16, where the host checks each step."
+        if self.scales:
+            return None
+        converts = is_cross_entropy(self.learn.loss_func)
+        return {
+            'forward': partial(open_autocast, device=self._get_device().type),
+            'after_pred': partial(convert_output, loss_converts=converts),
+            'after_loss': convert_results,
+            'finish': self._convert_loss,
+        }
+
+    def _convert_loss(self, found: dict[str, Any]) -> None:
+        loss = self.learn.loss
+        if loss.dtype in DTYPES.values():
+            self.learn.loss = loss.float()
 
     def before_backward(self) -> None:
         if not self.scales:
@@ -283,6 +299,29 @@ class FiniteCheck:
 def to_single(t: Tensor) -> Tensor:
     "Convert a half-precision tensor to float32; return any other tensor as it is."
     return t.float() if t.dtype in DTYPES.values() else t
+
+
+def is_cross_entropy(loss_func: Any) -> bool:
+    "Return True for torch's cross-entropy, which converts scores in half precision while it reads them."
+    loss_func = unwrap_partial(loss_func)
+    return loss_func is F.cross_entropy or type(loss_func) in CROSS_ENTROPIES
+
+
+def open_autocast(state: dict[str, Any], device: str) -> torch.autocast:
+    "Return the autocast context of a compiled step."
+    return torch.autocast(device, dtype=torch.bfloat16)
+
+
+def convert_output(output: Any, state: dict[str, Any], loss_converts: bool) -> Any:
+    "Convert an output in half precision to float32, except for scores that the loss converts."
+    if loss_converts and isinstance(output, Tensor):
+        return output
+    return map_tensors(output, to_single)
+
+
+def convert_results(pred: Any, loss: Tensor, state: dict[str, Any]) -> tuple[Any, Tensor]:
+    "Convert predictions and loss in half precision to float32."
+    return map_tensors(pred, to_single), to_single(loss)
 
 
 def as_mode(amp_mode: Any) -> AMPMode:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,17 @@ class GradientClip(Callback):
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
+    def compiled_step(self) -> dict[str, Any]:
+        "Return the clipping of a compiled step, and the reading of its norm."
+        return {
+            'state': lambda: {'max_norm': self.max_norm},
+            'before_step': partial(clip_norm, norm_type=self.norm_type),
+            'finish': self._keep_norm,
+        }
+
+    def _keep_norm(self, found: dict[str, Any]) -> None:
+        self.total_norm = found['total_norm']
+
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return the norm of the last step."
@@ -125,6 +137,25 @@ class GradientValueClip(Callback):
             return clip_grad_value_(params, self.max_value)
         for g in local_shards(p.grad for p in params):
             g.clamp_(-self.max_value, self.max_value)
+
+    def compiled_step(self) -> dict[str, Any]:
+        "Return the clipping of a compiled step."
+        return {'state': lambda: {'max_value': self.max_value}, 'before_step': clip_values}
+
+
+def clip_norm(grads: list[Tensor], state: dict[str, Any], norm_type: float) -> list[Tensor]:
+    "Scale gradients down to a total norm of at most `max_norm`, as torch's `clip_grad_norm_` does."
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    state['total_norm'] = total
+    scale = (state['max_norm'] / (total + 1e-6)).clamp(max=1.0)
+    return [grad * scale for grad in grads]
+
+
+def clip_values(grads: list[Tensor], state: dict[str, Any]) -> list[Tensor]:
+    "Clip each entry of gradients."
+    bound = state['max_value']
+    return [torch.clamp(grad, -bound, bound) for grad in grads]
 
 
 # -- batches ---------------------------------------------------------------------------------------

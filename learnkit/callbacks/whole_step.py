@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole training step as one function for torch.compile, and its arguments.
 
-The module has three parts: the function, which is traced; its arguments (`Plan`), which are the
-model's and the optimizer's own tensors and the numbers of the step; and the update rules of SGD and
-Adam for one parameter. `learnkit.callbacks.compile` decides when the compiled step runs.
+The module has two parts: the function, which is traced; and its arguments (`Plan`), which are the
+model's and the optimizer's own tensors, the numbers of the step, and the parts of callbacks.
+`learnkit.callbacks.compile` decides when the compiled step runs, `update_rules` has the rules of the
+optimizers, and `step_parts` collects what callbacks offer.
 
-All scalars (rates, momenta, the bias corrections of Adam) are computed in Python as torch's
-optimizers do, and passed in one small tensor, so that they can change at every step without
-recompilation."""
+All numbers (rates, bias corrections, the decay of an average) are passed in one small tensor, so
+that they can change at every step without recompilation."""
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from learnkit.callbacks.step_parts import Functions, Part, list_numbers, order_functions
+from learnkit.callbacks.update_rules import RULES, Flags, Rule
 from learnkit.core.batch import call_by_name, tensors_in, to_detach, unpack_output
-from learnkit.optim.optimizers import DecoupledSGD
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-Flags = tuple[bool, ...]
+# prediction, loss, a copy of the loss, its parts, what callbacks have found
+Outputs = tuple[Any, Tensor, Tensor, dict[str, Tensor] | None, list[dict[str, Any]]]
 
 
 class NotCompiled(Exception):
@@ -40,50 +41,128 @@ def whole_step(
     update: Callable[..., None],  # update rule of the optimizer for one parameter
     params: list[nn.Parameter],
     states: list[dict[str, Tensor] | None],  # by parameter; None: never had a gradient
-    rows: list[int],  # row of `numbers` for each parameter
-    flags: list[Flags],  # terms of the update rule, by row
-    numbers: Tensor,  # scalars (rows, numbers)
+    rows: list[slice],  # place in `numbers` for each parameter
+    flags: list[Flags],  # terms of the update rule, by parameter
+    numbers: Tensor,  # all numbers of the step (number,)
     counts: bool,  # whether to advance the optimizer's counts of steps
+    functions: Functions,  # what callbacks do, by event
+    given: list[dict[str, Any]],  # state of each part, without its numbers
+    places: list[dict[str, int]],  # places of its numbers
+    may_undo: bool,  # whether a part may refuse the step, by an entry `accept` of its state
     names: tuple[Any, ...] | None,  # keys of a single input whose entries are passed by name
     xb: tuple[Any, ...],
     yb: tuple[Any, ...],
-) -> tuple[Any, Tensor, Tensor, dict[str, Tensor] | None]:
-    "Run forward, loss, backward and update; return prediction, loss, a copy of the loss, its parts."
+) -> Outputs:
+    "Run forward, loss, backward and update, with the parts of callbacks."
     if not torch.compiler.is_compiling():
         raise NotCompiled
-    pred, loss = unpack_output(call_by_name(model, xb, names))
-    if loss_func is not None and (yb or loss is None):
-        loss = loss_func(pred, *yb)
+    own = [
+        {**values, **{name: numbers[i] for name, i in found.items()}}
+        for values, found in zip(given, places, strict=True)
+    ]
+    before = keep_values([params, states, given, list(model.buffers())]) if may_undo else []
+    for f, i in functions['before_pred']:
+        xb, yb = f(xb, yb, own[i])
+
+    def predict() -> tuple[Any, Any]:
+        out = call_by_name(model, xb, names)
+        for f, i in functions['after_pred']:
+            out = f(out, own[i])
+        pred, loss = unpack_output(out)
+        if loss_func is not None and (yb or loss is None):
+            loss = loss_func(pred, *yb)
+            for f, i in functions['loss']:
+                loss = f(loss_func, pred, yb, own[i])
+        return pred, loss
+
+    pred, loss = run_within(functions['forward'], own, predict)
     parts = None
     if not isinstance(loss, Tensor):
         parts = {name: part.detach() for name, part in loss.items()}
         loss = loss['loss'] if 'loss' in loss else sum(loss.values())
-    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    minimized = loss
+    for f, i in functions['after_loss']:
+        pred, minimized = f(pred, minimized, own[i])
+    grads = torch.autograd.grad(minimized, params, allow_unused=True)
 
     with torch.no_grad():
-        for p, grad, state, row in zip(params, grads, states, rows, strict=True):
+        trained = []
+        for p, grad, state, row, terms in zip(params, grads, states, rows, flags, strict=True):
             if grad is None and not state:
                 continue  # the parameter is not part of the loss
             if grad is None or state is None:
                 raise RuntimeError('the parameters that get a gradient change')
-            update(p, grad, state, numbers[row], flags[row])
+            trained.append((p, grad, state, numbers[row], terms))
+        final = [grad for _, grad, *_ in trained]
+        for f, i in functions['before_step']:
+            final = f(final, own[i])
+        for (p, _, state, n, terms), grad in zip(trained, final, strict=True):
+            update(p, grad, state, n, terms)
             if counts:
                 state['step'].add_(1)
-        return to_detach(pred, cpu=False), loss.detach(), loss.detach().clone(), parts
+        for f, i in functions['after_step']:
+            f([p for p, *_ in trained], own[i])
+        if may_undo:
+            restore_unless([values['accept'] for values in own if 'accept' in values], before)
+        found = [
+            {name: value for name, value in values.items() if name not in known and name not in at}
+            for values, known, at in zip(own, given, places, strict=True)
+        ]
+        return (
+            detach(pred),
+            minimized.detach(),
+            loss.detach().clone(),
+            parts,
+            [detach(values) for values in found],
+        )
+
+
+def detach(b: Any) -> Any:
+    "Detach every tensor; a dict is traced only if it is made again."
+    if type(b) is dict:
+        return {name: detach(value) for name, value in b.items()}
+    return to_detach(b, cpu=False)
+
+
+def run_within(
+    contexts: tuple[tuple[Callable[..., Any], int], ...],
+    own: list[dict[str, Any]],
+    f: Callable[[], Any],
+) -> Any:
+    "Run a function within the contexts of callbacks, of which the first is the outermost."
+    if not contexts:
+        return f()
+    make, i = contexts[0]
+    with make(own[i]):
+        return run_within(contexts[1:], own, f)
+
+
+def keep_values(values: Any) -> list[tuple[Tensor, Tensor]]:
+    "Return the tensors that a step changes, with copies of them."
+    return [(t, t.clone()) for t in tensors_in(values)]
+
+
+def restore_unless(accepted: list[Tensor], before: list[tuple[Tensor, Tensor]]) -> None:
+    "Undo the step if a callback does not accept it; no branch, so that nothing waits for the device."
+    holds = torch.stack(accepted).all()
+    for t, value in before:
+        t.copy_(torch.where(holds, t, value))
 
 
 # ---------------------------------------------------------------------------------------- arguments
 
 
 class Plan:
-    """Arguments of `whole_step` from `update` to `counts`, as long as they are valid.
+    """Arguments of `whole_step` from `update` to `may_undo`, as long as they are valid.
 
-    Only the numbers are copies: parameters and states are the optimizer's own tensors.
+    Only the numbers are copies: all other tensors are those of the optimizer and the callbacks.
     """
 
     def __init__(
         self,
         learn: Learner,
+        parts: list[Part],  # parts of callbacks that are on
+        part_states: list[dict[str, Any]],  # their states
         last: Plan | None = None,  # previous plan; its tensor of numbers is reused if it fits
     ) -> None:
         self.model = learn.model
@@ -99,26 +178,41 @@ class Plan:
         self.members = [(group, group['params'], len(group['params'])) for group in groups]
         self.trained = [(p, p.requires_grad) for group in groups for p in group['params']]
 
+        self.parts = parts
+        self.part_states = part_states
+        self.keys = [state.keys() for state in part_states]
         self.rows: list[Row] = []
         params, states, rows = self._list_parameters()
         self.device = params[0].device
-        self.host, self.numbers = self._make_numbers(params[0].dtype, last)
-        self.memory = self.host.numpy().data.cast('B')
+        width = len(self.rows[0].numbers())
+        n_numbers = width * len(self.rows)
+        self.names: list[tuple[str, ...]] = []  # entries of each part's state that are numbers
+        places = []
+        for state in part_states:
+            names = list_numbers(state)
+            self.names.append(names)
+            places.append({name: n_numbers + i for i, name in enumerate(names)})
+            n_numbers += len(names)
+        self.host, self.numbers = self._make_numbers(n_numbers, params[0].dtype, last)
         code = 'd' if self.host.dtype == torch.float64 else 'f'
-        self.packing = struct.Struct(f'{self.host.shape[1]}{code}')
+        self.packing = struct.Struct(f'{n_numbers}{code}')
+        self.memory = self.host.numpy().data.cast('B')
 
         counters = [s['step'] for s in states if s and 'step' in s]
         # counters on another device are advanced outside of the compiled code
         self.counters = counters if any(c.device != self.device for c in counters) else []
-        self.inputs = (
+        self.first_inputs = (
             self.rule.update,
             params,
             states,
-            rows,
-            [row.flags for row in self.rows],
+            [slice(row * width, (row + 1) * width) for row in rows],
+            [self.rows[row].flags for row in rows],
             self.numbers,
             bool(counters) and not self.counters,
+            order_functions(parts),
         )
+        self.may_undo = any(part.functions.get('undo') for part in parts)
+        self.last_inputs = (places, self.may_undo)
         # these tensors keep their address, so that a CUDA graph need not copy them
         if self.device.type == 'cuda':
             for t in tensors_in([self.numbers, *params, *states]):
@@ -156,12 +250,11 @@ class Plan:
         self.rows.append(Row(self.rule, group, step))
         return len(self.rows) - 1
 
-    def _make_numbers(self, dtype: torch.dtype, last: Plan | None) -> tuple[Tensor, Tensor]:
+    def _make_numbers(self, n: int, dtype: torch.dtype, last: Plan | None) -> tuple[Tensor, Tensor]:
         "Return the tensor that numbers are written to, and the tensor on the device (the same on CPU)."
-        shape = len(self.rows), len(self.rows[0].numbers())
-        if last is not None and last.host.shape == shape:
+        if last is not None and len(last.host) == n:
             return last.host, last.numbers
-        host = torch.zeros(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        host = torch.zeros(n, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         return host, host.to(self.device)
 
     def holds(self, learn: Learner) -> bool:
@@ -189,13 +282,35 @@ class Plan:
         self.n_hooks = RemovableHandle.next_id
         return before != self.n_hooks
 
+    def read_parts(self) -> bool:
+        "Read the states of the parts for a step; return False if their entries have changed."
+        states = []
+        for part, keys in zip(self.parts, self.keys, strict=True):
+            state = part.read_state()
+            if state is None or state.keys() != keys:
+                return False
+            states.append(state)
+        self.part_states = states
+        return True
+
     def write_numbers(self) -> None:
         "Pack the numbers of the next step into their tensor."
-        size = self.packing.size
-        for i, row in enumerate(self.rows):
-            self.packing.pack_into(self.memory, i * size, *row.numbers())
+        values: list[float] = []
+        for row in self.rows:
+            values += row.numbers()
+        for state, names in zip(self.part_states, self.names, strict=True):
+            values += [state[name] for name in names]
+        self.packing.pack_into(self.memory, 0, *values)
         if self.numbers is not self.host:
             self.numbers.copy_(self.host, non_blocking=True)
+
+    def list_inputs(self) -> tuple[Any, ...]:
+        "Return the arguments of the step from `update` to `may_undo`."
+        others = []
+        for state, names in zip(self.part_states, self.names, strict=True):
+            is_number = names.__contains__
+            others.append({k: v for k, v in state.items() if not is_number(k)} if names else state)
+        return (*self.first_inputs, others, *self.last_inputs)
 
     def count(self) -> None:
         "Count a finished step."
@@ -233,98 +348,3 @@ class Row:
 def has_tensor(values: Any) -> bool:
     "Return True if the values contain a tensor, also in a pair of values."
     return any(isinstance(v, Tensor) or (isinstance(v, tuple) and has_tensor(v)) for v in values)
-
-
-# ------------------------------------------------------------------------------------- update rules
-
-
-class Rule(NamedTuple):
-    "Update rule of an optimizer for one parameter."
-
-    options: tuple[str, ...]  # keys of a param group, the arguments of `flags` and `numbers`
-    state: Callable[[dict[str, Any]], tuple[str, ...]]  # a parameter's state keys, by param group
-    flags: Callable[..., Flags]  # terms of the rule: other terms need other code
-    numbers: Callable[..., tuple[float, ...]]  # numbers of a step, counted from 1
-    update: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Flags], None]  # in-place update
-
-
-def sgd_state(group: dict[str, Any]) -> tuple[str, ...]:
-    "Return the state keys of SGD."
-    return ('momentum_buffer',) if group['momentum'] else ()
-
-
-def sgd_flags(lr: float, mom: float, wd: float, nesterov: bool) -> Flags:
-    "Return the terms of an SGD step."
-    return mom != 0, wd != 0, nesterov
-
-
-def sgd_numbers(step: int, lr: float, mom: float, wd: float, nesterov: bool) -> tuple[float, ...]:
-    "Return the numbers of an SGD step: rate, momentum, decays."
-    return lr, mom, wd, 1 - lr * wd
-
-
-def sgd(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags) -> None:
-    "Update a parameter by SGD with momentum and L2 regularization."
-    with_momentum, decays, nesterov = flags
-    if decays:
-        grad = grad + p * n[2]
-    if with_momentum:
-        buffer = state['momentum_buffer'].mul_(n[1]).add_(grad)
-        grad = grad + buffer * n[1] if nesterov else buffer
-    p.sub_(grad * n[0])
-
-
-def decoupled_sgd(
-    p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags
-) -> None:
-    "Update a parameter by SGD with decoupled weight decay."
-    with_momentum, decays, nesterov = flags
-    if decays:
-        p.mul_(n[3])
-    sgd(p, grad, state, n, (with_momentum, False, nesterov))
-
-
-def adam_state(group: dict[str, Any]) -> tuple[str, ...]:
-    "Return the state keys of Adam."
-    return 'step', 'exp_avg', 'exp_avg_sq'
-
-
-def adam_flags(
-    lr: float, betas: tuple[float, float], wd: float, eps: float, decoupled: bool
-) -> Flags:
-    "Return the terms of an Adam step."
-    return wd != 0, decoupled
-
-
-def adam_numbers(
-    step: int, lr: float, betas: tuple[float, float], wd: float, eps: float, decoupled: bool
-) -> tuple[float, ...]:
-    "Return the numbers of an Adam step, with its bias corrections."
-    beta1, beta2 = betas
-    rate = lr / (1 - beta1**step)
-    correction = math.sqrt(1 - beta2**step)
-    return rate, 1 - beta1, beta2, 1 - beta2, correction, eps, wd, 1 - lr * wd
-
-
-def adam(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags) -> None:
-    "Update by Adam (Kingma and Ba, 2015, algorithm 1) or AdamW (Loshchilov and Hutter, 2019, algorithm 2)."
-    decays, decoupled = flags
-    if decays and decoupled:
-        p.mul_(n[7])
-    elif decays:
-        grad = grad + p * n[6]
-    average = state['exp_avg'].lerp_(grad, n[1])
-    squares = state['exp_avg_sq'].mul_(n[2]).add_(grad * grad * n[3])
-    p.sub_(average / (squares.sqrt() / n[4] + n[5]) * n[0])
-
-
-SGD_OPTIONS = ('lr', 'momentum', 'weight_decay', 'nesterov')
-ADAM_OPTIONS = ('lr', 'betas', 'weight_decay', 'eps', 'decoupled_weight_decay')
-ADAM = Rule(ADAM_OPTIONS, adam_state, adam_flags, adam_numbers, adam)
-
-RULES: dict[type[torch.optim.Optimizer], Rule] = {
-    torch.optim.SGD: Rule(SGD_OPTIONS, sgd_state, sgd_flags, sgd_numbers, sgd),
-    DecoupledSGD: Rule(SGD_OPTIONS, sgd_state, sgd_flags, sgd_numbers, decoupled_sgd),
-    torch.optim.Adam: ADAM,
-    torch.optim.AdamW: ADAM,
-}

@@ -242,7 +242,7 @@ class CallbackSet:
                     self.plain_tables[True][event].append((handler, switch, cb))
         for event in moved:
             for table in self.plain_tables:
-                table[event].sort(key=lambda entry: _find_place(entry[2], event))
+                table[event].sort(key=lambda entry: place_in_event(entry[2], event))
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -555,7 +555,7 @@ class HandlerTable(dict[str, list[Entry]]):
         return self[name]
 
 
-def _find_place(cb: Any, event: str) -> int:
+def place_in_event(cb: Any, event: str) -> int:
     "Return -1 for a callback whose class takes an event before the other callbacks, 1 after them, else 0."
     if not isinstance(cb, Callback):
         return 0

@@ -34,6 +34,7 @@ _TABLE = """
   samples_per_step(bs) | None | a resume with other ranks | number of samples of a step, of batches of `bs` samples
   needs_events | True | custom loops | a warning names the callback if its events do not fire
   sets_lr | False | `ParamScheduler` | it sets the learning rate
+* compiled_step() | None | `compile(step=True)` | functions of tensors that a compiled step calls in place of handlers
   needs_whole | '' | strategy 'fsdp' | 'weights' or 'layers': it reads them whole, and is refused if they are divided
 * remove_on_find | False | `lr_find`, `find_batch_size`, `replay` | it is removed during `lr_find`
 * remove_on_fetch | False | `FetchPredsCallback` | it is removed while `FetchPredsCallback` predicts

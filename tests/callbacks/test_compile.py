@@ -125,7 +125,9 @@ def test_a_handler_inside_the_step_needs_the_ordinary_one() -> None:
     clip = Clip()
     plain, learn, backend = fit_both(lambda: learner(cbs=Clip()))
     assert distance(plain, learn) == 0 and backend.calls == 0
-    assert learn.explain_step() == 'The ordinary step runs: Clip.before_step has to be called.'
+    found = learn.explain_step()
+    assert found.startswith('The ordinary step runs: Clip.before_step has to be called.')
+    assert 'partial(torch.optim.SGD, fused=True)' in found
 
     learn.remove_cb(Clip)
     learn.fit(1)

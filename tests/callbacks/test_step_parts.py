@@ -1,0 +1,123 @@
+"""Parts of callbacks in a compiled step: the example of the documentation, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learnkit import Callback, GradientClip
+from learnkit.core.errors import CallbackError
+from tests.helpers.compiling import compiled, distance, fit_both, learner, needs_whole_step
+
+pytestmark = needs_whole_step
+
+PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'lifecycle.md'
+
+
+def documented_callback() -> Any:
+    "Return the class of the example in the documentation."
+    text = PAGE.read_text('utf-8').partition('## Callbacks in a compiled step')[2]
+    found = re.search(r'```python\n(.*?)```', text, re.DOTALL)
+    assert found
+    names: dict[str, Any] = {}
+    exec(found[1], names)
+    return names['Centralize']
+
+
+def test_the_documented_callback_compiles() -> None:
+    cls = documented_callback()
+    plain, learn, backend = fit_both(lambda: learner(cbs=cls()))
+    assert backend.calls == 19 and backend.graphs == 1
+    assert distance(plain, learn) < 1e-6
+    assert float(learn.centralize.removed) == pytest.approx(float(plain.centralize.removed))
+    assert distance(learn, fit_both(learner)[0]) > 1e-4
+
+
+class Checked(Callback):
+    "Refuses the steps of some batches, whose number grows from step to step."
+
+    def __init__(self) -> None:
+        self.refused: list[int] = []
+
+    def after_step(self) -> None:
+        if self.learn.train_iter % 5 == 4:
+            self.refused.append(self.learn.train_iter)
+
+    def compiled_step(self) -> dict[str, Any]:
+        return {'state': self.read_state, 'before_step': accept_by_number, 'undo': True}
+
+    def read_state(self) -> dict[str, Any]:
+        return {'i': self.learn.train_iter % 5}
+
+
+def accept_by_number(grads: list[Tensor], state: dict[str, Any]) -> list[Tensor]:
+    state['accept'] = state['i'] < 4
+    return grads
+
+
+@pytest.mark.parametrize('opt_func', [torch.optim.AdamW])
+def test_a_refused_step_is_undone_and_taken_by_the_ordinary_one(opt_func: Any) -> None:
+    plain, learn, backend = fit_both(lambda: learner(opt_func=opt_func, cbs=Checked()))
+    assert learn.checked.refused == plain.checked.refused == [4, 9, 14, 19]
+    assert backend.calls == 19 and distance(plain, learn) < 1e-6
+    assert learn.opt.n_steps == plain.opt.n_steps == 20
+
+
+class Later(Checked):
+    "Has no state for the first steps."
+
+    def read_state(self) -> dict[str, Any] | None:  # type: ignore[override]
+        return None if self.learn.train_iter < 7 else {'i': 0}
+
+
+def test_a_part_may_ask_for_the_ordinary_step() -> None:
+    learn, backend = compiled(learner(cbs=Later()))
+    assert backend.calls == 0
+    learn.fit(1)
+    # the state is read again after each ordinary step
+    assert backend.calls == 2 and learn.later.refused == [4]
+
+
+class Weaker(GradientClip):
+    def before_step(self) -> None:
+        self.max_norm *= 0.9
+        super().before_step()
+
+
+def test_a_subclass_with_another_handler_needs_the_ordinary_step() -> None:
+    learn, backend = compiled(learner(cbs=Weaker(1.0)))
+    learn.fit(1)
+    assert backend.calls == 0 and 'Weaker.before_step has to be called' in learn.explain_step()
+
+
+class Wrong(Checked):
+    def compiled_step(self) -> dict[str, Any]:
+        return {'after_backward': accept_by_number}
+
+
+def test_an_unknown_key_is_an_error() -> None:
+    learn, _ = compiled(learner(cbs=Wrong()))
+    with pytest.raises(CallbackError, match=r"Wrong.*'after_backward'.*before_step"):
+        learn.fit(1)
+
+
+def test_a_part_that_is_off_leaves_the_step() -> None:
+    plain, learn, backend = fit_both(lambda: learner(cbs=GradientClip(1e-3)), 1)
+    for one in (plain, learn):
+        one.gradient_clip.run = False
+        one.fit(1)
+    assert distance(plain, learn) < 1e-6 and backend.graphs == 2
+
+
+def test_another_shape_is_compiled_when_it_comes_again() -> None:
+    plain, learn, backend = fit_both(lambda: learner(n=84), 4)
+    # all but the first batch, and the first smaller one
+    assert learn.opt.n_steps == 44 and backend.calls == 42 and backend.graphs == 2
+    assert distance(plain, learn) < 1e-6
+    found = learn.explain_step()
+    assert '(8, 8)' in found and '(4, 8)' in found and 'compiled 2 times' in found
