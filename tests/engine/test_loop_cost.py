@@ -352,7 +352,7 @@ def test_quick_set_is_known() -> None:
     for name, subjects in quick.QUICK.items():
         assert set(subjects) <= set(workloads[name].subjects)
     for name, (_, _, _, _, group) in step.TASKS.items():
-        assert set(step.WORKLOADS[name].subjects) <= set(SUBJECTS[group])
+        assert set(step.WORKLOADS[name].subjects) <= set(step.GROUPS[group])
         for comparison in step.WORKLOADS[name].comparisons:
             assert {comparison.subject, comparison.base} <= set(step.WORKLOADS[name].subjects)
 
