@@ -166,7 +166,7 @@ class WholeStep:
         for part in parts:
             state = part.read_state()
             if state is None:
-                self.waiting = f'{type(part.cb).__name__} was needed in the last step'
+                self.waiting = f'{type(part.cb).__name__} took part itself'
                 return False
             states.append(state)
         self.plan = Plan(self.learn, parts, states, self.plan)
@@ -214,7 +214,7 @@ class WholeStep:
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
         reasons = [self.failure] if self.failure else [*self._find_blocks(), *self.refused]
-        if not reasons and self.waiting:
+        if not reasons and self.waiting and not self.n_compilations:
             reasons = [self.waiting]
         if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.{advise_fused(self.learn)}'
@@ -222,6 +222,8 @@ class WholeStep:
             return 'The ordinary step runs: compiling comes after the next training batch.'
         n = self.n_compilations
         counted = f'It was compiled {"once" if n == 1 else f"{n} times"}.'
+        if self.waiting:
+            counted += f' The last step was ordinary: {self.waiting}.'
         if self.options.get('dynamic'):
             return f'The compiled step runs. {counted}'
         shapes = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
@@ -171,7 +170,8 @@ class EMA(Callback):
         pairs = zip(local_shards(self._tensors), averages, strict=True)
         weights = [t if t.dtype is a.dtype else t.to(a.dtype) for t, a in pairs]
         if averages:
-            get_ema_multi_avg_fn(decay)(averages, weights, None)
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, weights, 1 - decay)
         self._n_updates += 1
 
     def _next_decay(self) -> float:

@@ -151,7 +151,8 @@ class MixedPrecision(Callback):
         return torch.autocast(self._get_device().type, dtype=DTYPES[self.amp_mode])
 
     def _get_device(self) -> torch.device:
-        return model_device(self.learn.model, self.learn.dls)
+        learn = self.learn
+        return learn.run.batch_device or model_device(learn.model, learn.dls)
 
     def after_pred(self) -> None:
         if not self._loss_converts():
@@ -209,6 +210,8 @@ class MixedPrecision(Callback):
 
     def before_step(self) -> None:
         "Divide the gradients by the scale, once; skip the step if one of them is not finite."
+        if not self._scaled:
+            return
         names = self._current_names() & self._scaled
         self._scaled -= names
         params = [p for p, _ in self._grads(names)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta
 from typing_extensions import override
 
+from learnkit.callbacks.mixed_precision import to_single
 from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
     count_samples,
@@ -163,6 +164,19 @@ class MixHandler(Callback):
             learn.loss_func = plain
             self._has_blended = self._has_blended or blended.n_calls > 0
 
+    def compiled_step(self) -> dict[str, Any]:
+        "Return the blended loss of a compiled step; the inputs are blended in `before_batch` as usual."
+        reduction = find_reduction(self.learn.loss_func, type(self).__name__)
+        return {
+            'state': self._read_state,
+            'loss': partial(blend_compiled, reduction=reduction),
+        }
+
+    def _read_state(self) -> dict[str, Any]:
+        if 'lam' not in self.__dict__ or not self.stack_y:
+            return {}
+        return {'lam': self.lam, 'yb1': self.yb1}
+
     def _take_targets(self) -> tuple[Any, Any]:
         "Return targets of partners and shares for the current microbatch; microbatches come in order."
         learn = self.learn
@@ -230,20 +244,7 @@ class BlendedLoss:
         self.__dict__['n_calls'] += 1
         if not self.learn.training:
             return plain(pred, *yb, **kwargs)
-        own = compute_unreduced(plain, pred, yb)
-        other = compute_unreduced(plain, pred, yb1)
-        share = expand_shares(lam, own, plain)
-        loss = torch.lerp(other, own, share)
-        if reduction == 'sum':
-            return loss.sum()
-        if reduction != 'mean':
-            return loss
-        own_divisor = compute_divisor(plain, pred, yb, own)
-        other_divisor = compute_divisor(plain, pred, yb1, other)
-        if own_divisor is None or other_divisor is None:
-            return loss.mean()
-        divisor = torch.lerp(other_divisor, own_divisor, share)
-        return loss.sum() / divisor.expand_as(loss).sum()
+        return blend_loss(plain, pred, yb, yb1, lam, reduction)
 
     @contextmanager
     def narrowed(
@@ -267,6 +268,45 @@ class BlendedLoss:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.plain, name, value)
+
+
+def blend_loss(
+    plain: Callable[..., Any],  # loss function to blend
+    pred: Any,
+    yb: tuple[Any, ...],
+    yb1: tuple[Any, ...],  # targets of the partners
+    lam: Tensor,  # shares of the samples themselves
+    reduction: str,  # reduction of the loss function
+) -> Tensor:
+    "Return the loss blended between the samples' own and their partners' targets."
+    own = compute_unreduced(plain, pred, yb)
+    other = compute_unreduced(plain, pred, yb1)
+    share = expand_shares(lam, own, plain)
+    loss = torch.lerp(other, own, share)
+    if reduction == 'sum':
+        return loss.sum()
+    if reduction != 'mean':
+        return loss
+    own_divisor = compute_divisor(plain, pred, yb, own)
+    other_divisor = compute_divisor(plain, pred, yb1, other)
+    if own_divisor is None or other_divisor is None:
+        return loss.mean()
+    divisor = torch.lerp(other_divisor, own_divisor, share)
+    return loss.sum() / divisor.expand_as(loss).sum()
+
+
+def blend_compiled(
+    loss_func: Callable[..., Any],
+    pred: Any,
+    yb: tuple[Any, ...],
+    state: dict[str, Any],
+    reduction: str,
+) -> Any:
+    "Return the blended loss of a compiled step, or the plain loss for a batch without partners."
+    if 'lam' not in state:
+        return loss_func(pred, *yb)
+    pred = map_tensors(pred, to_single)  # mixed precision leaves this to torch's cross-entropy
+    return blend_loss(loss_func, pred, yb, state['yb1'], state['lam'], reduction)
 
 
 class MixUp(MixHandler):
@@ -468,7 +508,7 @@ def compute_divisor(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor
     For an unknown loss function all shares are equal, and measured: the sum over the mean.
     """
     base = loss_func
-    options = dict[str, Any]()
+    options: dict[str, Any] = {}
     while isinstance(base, (partial, BaseLoss)):
         if isinstance(base, partial):
             options = {**base.keywords, **options}

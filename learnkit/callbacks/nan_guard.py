@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from fastcore.basics import noop
+from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
@@ -139,6 +141,16 @@ class GuardNonFinite(Callback):
                 self._check_loss()
             self._act('' if self._has_warned else self._explain_gradients(), CancelStepException)
 
+    def compiled_step(self) -> dict[str, Any] | None:
+        """Return the check of a compiled step, which undoes itself; the ordinary step then reports and acts.
+
+        None in several processes, which act together.
+        """
+        if self.learn.world.size > 1:
+            return None
+        functions = {'after_loss': accept_loss, 'undo': True}
+        return functions | ({'before_step': accept_gradients} if self.grads else {})
+
     def _check_loss(self) -> None:
         learn = self.learn
         # `loss` is recorded, `loss_grad` is differentiated: both have to be finite
@@ -209,6 +221,19 @@ class GuardNonFinite(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of skipped batches."
         self.n_skipped = sd['n_skipped']
+
+
+def accept_loss(pred: Any, loss: Tensor, state: dict[str, Any]) -> tuple[Any, Tensor]:
+    "Accept a compiled step if its loss is finite."
+    state['accept'] = loss.isfinite().all()
+    return pred, loss
+
+
+def accept_gradients(grads: list[Tensor], state: dict[str, Any]) -> list[Tensor]:
+    "Accept a compiled step if its gradients are finite as well."
+    finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
+    state['accept'] = state['accept'] & finite
+    return grads
 
 
 class TerminateOnNaNCallback(GuardNonFinite):

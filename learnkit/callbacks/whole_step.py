@@ -69,11 +69,12 @@ def whole_step(
         for f, i in functions['after_pred']:
             out = f(out, own[i])
         pred, loss = unpack_output(out)
-        if loss_func is not None and (yb or loss is None):
-            loss = loss_func(pred, *yb)
-            for f, i in functions['loss']:
-                loss = f(loss_func, pred, yb, own[i])
-        return pred, loss
+        if loss_func is None or (not yb and loss is not None):
+            return pred, loss
+        if not functions['loss']:
+            return pred, loss_func(pred, *yb)
+        ((f, i),) = functions['loss']
+        return pred, f(loss_func, pred, yb, own[i])
 
     pred, loss = run_within(functions['forward'], own, predict)
     parts = None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+_PLAIN = (Tensor, nn.Parameter)  # a parameter that is a DTensor has the class DTensor
 TENSOR = 'tensor'  # name of the mesh's dimension over which layers are parallel
 _host_meshes: dict[DeviceMesh, DeviceMesh] = {}  # mesh of hosts of a mesh of accelerators
 
@@ -29,7 +30,7 @@ def is_dtensor(value: Any) -> bool:
     >>> is_dtensor(torch.zeros(2))
     False
     """
-    if type(value) is Tensor or 'torch.distributed.tensor' not in sys.modules:
+    if type(value) in _PLAIN or 'torch.distributed.tensor' not in sys.modules:
         return False
     # the import takes 0.25 s, which single-process training avoids
     from torch.distributed.tensor import DTensor
@@ -49,7 +50,7 @@ def local_shards(tensors: Iterable[Any]) -> list[Any]:
     "Return this rank's shards of tensors. Elementwise operations are faster on shards than on DTensors."
     if 'torch.distributed.tensor' not in sys.modules:
         return list(tensors)
-    return list(map(local_shard, tensors))
+    return [t if type(t) in _PLAIN else local_shard(t) for t in tensors]
 
 
 def reshard(model: nn.Module) -> None:

@@ -108,6 +108,10 @@ class Every:
         self._passed = now
         return before is not None and now > before
 
+    def is_reached(self, learn: Learner, ahead: int = 0) -> bool:
+        "Return True if `is_due` has to be called: a multiple was reached, or nothing was checked yet."
+        return self._passed is None or self._count(learn, ahead) > self._passed
+
     def _count(self, learn: Learner, ahead: int) -> int:
         unit = self.interval.unit
         position = learn.pct_train if unit == 'dur' else learn.finished(unit)

@@ -135,8 +135,19 @@ class OptimizerMonitor(Monitor):
 
     def before_step(self) -> None:
         "Copy the weights if the step is measured."
-        if self._interval.is_due(self.learn, ahead=self.every.unit in ('ba', 'st')):
+        if self._interval.is_due(self.learn, ahead=self._count_ahead()):
             self._watched = _WatchedStep(self.learn)
+
+    def _count_ahead(self) -> int:
+        return 1 if self.every.unit in ('ba', 'st') else 0
+
+    def compiled_step(self) -> dict[str, Any]:
+        "Return that only measured steps have to be ordinary."
+        return {'state': self._read_state}
+
+    def _read_state(self) -> dict[str, Any] | None:
+        is_measured = self._interval.is_reached(self.learn, ahead=self._count_ahead())
+        return None if is_measured else {}
 
     def after_cancel_step(self) -> None:
         "Drop a cancelled step."

@@ -266,11 +266,11 @@ def test_the_methods_add_replace_and_remove() -> None:
 
 
 @needs_whole_step
-def test_the_ordinary_step_runs_when_the_whole_step_was_compiled() -> None:
-    learn = learner(MixedPrecision('bf16')).compile(step=True, backend='eager')
+def test_the_ordinary_step_scales_when_the_whole_step_was_compiled() -> None:
+    learn = learner(MixedPrecision('fp16')).compile(step=True, backend='eager')
     learn.fit(1)
     assert 'MixedPrecision.forward_context' in learn.explain_step()
-    plain = learner(MixedPrecision('bf16'))
+    plain = learner(MixedPrecision('fp16'))
     plain.fit(1)
     assert same(state(learn.model), state(plain.model))
 

@@ -1,0 +1,175 @@
+"""Numbers of a compiled step with features of real trainings, alone and in pairs, beside the ordinary step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from learnkit import (
+    EMA,
+    Adam,
+    Callback,
+    Checkpoint,
+    CutMix,
+    DataLoaders,
+    GradientClip,
+    Learner,
+    MixedPrecision,
+    MixUp,
+)
+from learnkit.callbacks.nan_guard import GuardNonFinite
+from learnkit.callbacks.training import GradientValueClip
+from learnkit.monitors.optimizer_monitor import OptimizerMonitor
+from tests.helpers.compiling import compiled, distance, needs_whole_step
+
+pytestmark = needs_whole_step
+
+FEATURES: dict[str, Callable[[], Callback]] = {
+    'clip': partial(GradientClip, 0.5),
+    'largest': partial(GradientClip, 0.05, float('inf')),
+    'values': partial(GradientValueClip, 0.02),
+    'bf16': partial(MixedPrecision, 'bf16'),
+    'ema': partial(EMA, every=2, start='3st'),
+    'guard': GuardNonFinite,
+    'mixup': MixUp,
+    'cutmix': CutMix,
+    'monitor': partial(OptimizerMonitor, '25ba'),
+}
+OPTIMIZERS = {
+    'sgd': (partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01), 1e-6),
+    'adam': (Adam, 5e-6),
+    'adamw': (partial(torch.optim.AdamW, fused=True), 5e-6),
+}
+BF16_BOUND = 1e-3  # two orders of summation in half precision differ by more
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(16, 24, bias=False),
+        nn.BatchNorm1d(24),
+        nn.Dropout(0.2),
+        nn.ReLU(),
+        nn.Linear(24, 5),
+    )
+
+
+def learner(
+    names: tuple[str, ...], opt_func: Any = OPTIMIZERS['sgd'][0], cbs: Any = (), n: int = 400
+) -> Any:
+    "Return a Learner on batches of 8 images of 4 x 4, with features."
+    torch.manual_seed(0)
+    x = torch.randn(n, 1, 4, 4)
+    y = x.flatten(1)[:, :5].argmax(1)
+    learn = Learner(
+        DataLoaders.from_tensors((x, y), (x[:20], y[:20]), bs=8),
+        make_model(),
+        F.cross_entropy,
+        opt_func=opt_func,
+        cbs=[*(FEATURES[name]() for name in names), *cbs],
+    )
+    learn.logger = lambda row: None
+    learn.create_mbar = False
+    return learn
+
+
+def fit(learn: Any, n_epoch: int = 2, **kwargs: Any) -> Any:
+    torch.manual_seed(1)
+    learn.fit_one_cycle(n_epoch, 0.01, **kwargs)
+    return learn
+
+
+def history_of(learn: Any) -> list[float]:
+    return [row[name] for row in learn.history for name in ('train_loss', 'valid_loss')]
+
+
+def check_numbers(names: tuple[str, ...], opt: str) -> None:
+    "Train 100 steps with the ordinary and the compiled step, and compare weights and history."
+    opt_func, bound = OPTIMIZERS[opt]
+    bound = BF16_BOUND if 'bf16' in names else bound
+    plain = fit(learner(names, opt_func))
+    learn, backend = compiled(learner(names, opt_func))
+    fit(learn)
+    assert backend.calls >= 90 and learn.opt.n_steps == plain.opt.n_steps == 100
+    assert learn.explain_step().startswith('The compiled step runs')
+    assert distance(plain, learn) < bound
+    assert history_of(learn) == pytest.approx(history_of(plain), rel=100 * bound)
+    if 'ema' in names:
+        with plain.ema.applied(), learn.ema.applied():
+            assert distance(plain, learn) < bound
+        assert learn.ema.state_dict()['n_updates'] == plain.ema.state_dict()['n_updates']
+    if 'clip' in names:
+        norms = [float(one.gradient_clip.total_norm) for one in (plain, learn)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.05)
+
+
+SAMPLE = [('clip', 'ema'), ('bf16', 'guard'), ('mixup', 'values'), ('cutmix', 'monitor')]
+PAIRS = [
+    pair
+    for pair in [*((name,) for name in FEATURES), *combinations(FEATURES, 2)]
+    if pair != ('mixup', 'cutmix')  # refused: only one of them blends
+]
+
+
+@pytest.mark.parametrize('names', SAMPLE, ids='-'.join)
+def test_a_sample_of_the_pairs(names: tuple[str, ...]) -> None:
+    check_numbers(names, 'adamw')
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('opt', OPTIMIZERS)
+@pytest.mark.parametrize('names', PAIRS, ids='-'.join)
+def test_pairs_of_features(names: tuple[str, ...], opt: str) -> None:
+    check_numbers(names, opt)
+
+
+@pytest.mark.parametrize('is_compiled', [True, False])
+def test_resume_with_the_other_step(is_compiled: bool, tmp_path: Path) -> None:
+    names = ('clip', 'ema')
+
+    def make(compiles: bool, cbs: Any) -> Any:
+        learn = learner(names, OPTIMIZERS['adamw'][0], cbs, n=80)
+        return compiled(learn)[0] if compiles else learn
+
+    whole = fit(make(False, []), 4)
+    first = make(is_compiled, [Checkpoint('1ep', folder=tmp_path), Stop()])
+    with pytest.raises(InterruptedError):
+        fit(first, 4)
+    second = make(not is_compiled, [Checkpoint('1ep', folder=tmp_path)])
+    fit(second, 4, resume=True)
+    assert second.opt.n_steps == 40 and distance(whole, second) < 5e-6
+    with whole.ema.applied(), second.ema.applied():
+        assert distance(whole, second) < 5e-6
+    assert history_of(second) == pytest.approx(history_of(whole), rel=1e-4)
+
+
+class Stop(Callback):
+    def before_epoch(self) -> None:
+        if self.learn.epoch == 2:
+            raise InterruptedError
+
+
+def test_the_guard_skips_a_bad_batch_as_in_the_ordinary_step() -> None:
+    def make() -> Any:
+        return learner((), OPTIMIZERS['adamw'][0], [GuardNonFinite('skip'), EMA()], n=160)
+
+    def spoil(cb: Any) -> None:
+        if cb.train_iter == 11:
+            cb.learn.xb = (cb.learn.x * float('nan'),)
+
+    plain, (learn, backend) = make(), compiled(make())
+    for one in (plain, learn):
+        one.add_cb(Callback(before_batch=spoil))
+        with pytest.warns(UserWarning, match='batch 11 of epoch 0'):
+            fit(one)
+    assert backend.calls >= 38 and learn.opt.n_steps == plain.opt.n_steps == 39
+    assert learn.guard_non_finite.n_skipped == plain.guard_non_finite.n_skipped == 1
+    assert distance(plain, learn) < 5e-6
