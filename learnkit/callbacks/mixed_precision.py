@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -319,6 +319,8 @@ def convert_output(output: Any, state: dict[str, Any], loss_converts: bool) -> A
     "Convert an output in half precision to float32, except for scores that the loss converts."
     if loss_converts and isinstance(output, Tensor):
         return output
+    if isinstance(output, Mapping):  # also one that torch.compile cannot copy
+        return {name: map_tensors(value, to_single) for name, value in output.items()}
     return map_tensors(output, to_single)
 
 

@@ -39,7 +39,6 @@ class Part:
         self.functions = functions
         self.read_state: Callable[[], dict[str, Any] | None] = functions.get('state', dict)
         self.finish: Callable[[dict[str, Any]], None] | None = functions.get('finish')
-        self.names: tuple[str, ...] = ()  # entries of the state that are numbers
 
 
 def list_numbers(state: dict[str, Any]) -> tuple[str, ...]:

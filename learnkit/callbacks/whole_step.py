@@ -110,19 +110,12 @@ def whole_step(
             for values, known, at in zip(own, given, places, strict=True)
         ]
         return (
-            detach(pred),
+            to_detach(pred, cpu=False),
             minimized.detach(),
             loss.detach().clone(),
             parts,
-            [detach(values) for values in found],
+            to_detach(found, cpu=False),
         )
-
-
-def detach(b: Any) -> Any:
-    "Detach every tensor; a dict is traced only if it is made again."
-    if type(b) is dict:
-        return {name: detach(value) for name, value in b.items()}
-    return to_detach(b, cpu=False)
 
 
 def run_within(

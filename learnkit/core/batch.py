@@ -455,6 +455,11 @@ def rebuild(like: Any, children: list[Any]) -> Any:
     "Return a container with the type and keys of `like` and the given values."
     if isinstance(like, tuple):
         return like._make(children) if hasattr(like, '_make') else type(like)(children)
+    # torch.compile does not trace a copy
+    if type(like) is list:
+        return list(children)
+    if type(like) is dict:
+        return dict(zip(_list_keys(like), children, strict=True))
     new = copy(like)  # keeps attributes such as the factory of a defaultdict
     if isinstance(like, list):
         new[:] = children

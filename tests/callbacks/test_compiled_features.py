@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnkit import (
@@ -155,6 +155,38 @@ class Stop(Callback):
     def before_epoch(self) -> None:
         if self.learn.epoch == 2:
             raise InterruptedError
+
+
+class Sequences(nn.Module):
+    "Takes and returns dicts, with a loss, as transformers do."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 16), nn.Linear(16, 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.tokens(input_ids).mean(1))
+        return {'loss': F.cross_entropy(logits, labels), 'logits': logits, 'twice': 2 * logits}
+
+
+def test_dict_batches_of_a_few_lengths_with_the_loss_of_the_model() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        batches = [
+            {'input_ids': torch.randint(20, (8, n)), 'labels': torch.randint(3, (8,))}
+            for n in (5, 7, 9) * 10
+        ]
+        cbs = [MixedPrecision('bf16'), GradientClip(1.0)]
+        learn = Learner(DataLoaders(batches), Sequences(), opt_func=Adam, cbs=cbs)
+        learn.logger = lambda row: None
+        learn.create_mbar = False
+        return learn
+
+    plain, (learn, backend) = fit(make()), compiled(make())
+    fit(learn)
+    # all but the first batch of each length
+    assert backend.graphs == 3 and backend.calls == 57
+    assert distance(plain, learn) < BF16_BOUND
 
 
 def test_the_guard_skips_a_bad_batch_as_in_the_ordinary_step() -> None:

@@ -256,7 +256,7 @@ def test_the_ordinary_step_runs_while_hooks_are_there() -> None:
     explanations: list[str] = []
     cbs = Callback(before_validate=lambda cb: explanations.append(cb.learn.explain_step()))
     learn.fit(1, cbs=cbs)
-    assert explanations == ['The ordinary step runs: module 0 has hooks; module 2 has hooks.']
+    assert 'runs: module 0 has hooks; module 2 has hooks.' in explanations[0]
     assert len([1 for _, training, _ in cb.seen if training]) == 8
 
     learn.remove_cb(cb)
