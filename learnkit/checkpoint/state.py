@@ -53,7 +53,7 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     within_epoch = SAVE_POINTS.get(point) == 'batch'
-    trained = _collect_trained(learn)
+    trained = collect_trained(learn)
     state = {
         **trained,
         'buffers': collect_loose_buffers(learn.model),
@@ -61,7 +61,7 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
         'loss_buffers': collect_loose_buffers(learn.loss_func),
         'generators': {name: capture_own(owner) for name, owner in list_owners(learn)},
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
-        'frozen': _collect_frozen(learn, params),
+        'frozen': collect_frozen(learn, params),
         'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
         'position': learn.parts.positions.state_dict(learn, within_epoch) if point else None,
@@ -72,7 +72,7 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     return full_state
 
 
-def _collect_trained(learn: Learner) -> dict[str, Any]:
+def collect_trained(learn: Learner) -> dict[str, Any]:
     "Return the states of the model, the loss function and the optimizer."
     opt = learn.opt
     loss_func = learn.loss_func
@@ -83,7 +83,7 @@ def _collect_trained(learn: Learner) -> dict[str, Any]:
     }
 
 
-def _collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
+def collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
     "Return the names of parameters that are frozen, or that require gradients and are in no optimizer yet."
     known = set(optimized)
     named = [*bare_model(learn.model).named_parameters()]
