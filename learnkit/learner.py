@@ -257,7 +257,10 @@ class Learner(Loop):
         start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
         iteration: int | str | Time | None = None,  # epochs per iteration, which has its own events
         resume: Any = False,  # checkpoint to resume: True, 'latest', 'best', path, or state
-        pause_at: int | str | Time | None = None,  # pause at this time over all fits: '613ba', '2ep'
+        pause_at: int
+        | str
+        | Time
+        | None = None,  # pause at this time over all fits: '613ba', '2ep'
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
@@ -269,7 +272,7 @@ class Learner(Loop):
         the fit starts from the beginning. The checkpoint's rates and counters take precedence over the arguments.
 
         Ctrl-C, and the stop button of a notebook, end the fit behind the training batch that runs. `pause_at` ends it
-        at a time, and `learn.pause()` from a callback or a thread. `learn.resume()` then continues the fit at that batch.
+        at a time, and `learn.pause()` from a callback or a thread. `learn.resume()` then continues the fit there.
 
         Raises a `LearnkitError` for invalid arguments before anything has changed. An exception of a callback, the
         model or the data is raised unchanged, with a note that names the event and the batch, after every callback's
@@ -388,7 +391,7 @@ class Learner(Loop):
         stretch: bool = False,  # stretch the schedules to the new number; False: keep their length
         pause_at: int | str | Time | None = None,  # as for `fit`
     ) -> None:
-        """Continue the paused fit in memory, at the exact batch; `fit(resume=True)` reads a file of a Checkpoint instead.
+        """Continue the paused fit in memory, at the exact batch; `fit(resume=True)` reads a file of a checkpoint.
 
         Everything of the fit continues: its schedule, callbacks, bar, row of the history, random generators, and the
         order of the loader. If nothing was changed, the result is bit for bit that of a fit that was never paused.

@@ -72,7 +72,7 @@ def resume(
     finally:
         learn.run.then = None
     if call.then is not None and learn.run.pause is None:
-        call.then()
+        call.then(pause_at=pause_at)
 
 
 def _check_length(pause: Pause, n_epoch: int | None) -> None:
@@ -122,7 +122,7 @@ def _change_rates(
     if schedulers and pause.call.lr is not None:
         learn.opt.set_hypers(lr=pause.call.lr)
         peaks = _read_rates(learn)
-    if lr is None:
+    if lr_scale is not None:
         new = [rate * lr_scale for rate in peaks]
     else:
         learn.opt.set_hypers(lr=lr)

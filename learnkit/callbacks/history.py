@@ -25,7 +25,9 @@ class History(list[dict[str, Any]]):
     def __init__(
         self,
         rows: Iterable[dict[str, Any]] = (),
-        changes: Iterable[dict[str, Any]] = (),  # changes of a fit that was paused: batch, what, old, new
+        changes: Iterable[
+            dict[str, Any]
+        ] = (),  # changes of a fit that was paused: batch, what, old, new
     ) -> None:
         super().__init__(rows)
         self.changes = list(changes)

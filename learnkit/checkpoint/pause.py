@@ -118,7 +118,8 @@ class Pause:
 
     def keeps_loader(self, dl: Any) -> bool:
         "Return True for the loader of an open pass, whose workers are still needed."
-        return self.open_pass.batches is not None and self.open_pass.dl is dl
+        is_lost = self.point == 'batch' and self.open_pass.batches is None and not self.is_trained
+        return self.open_pass.dl is dl and not is_lost
 
     def note_options(self, learn: Learner) -> Callable[[], None]:
         "Return a function that restores hyperparameters and frozen layers, which callbacks of an evaluation may set."
@@ -177,7 +178,9 @@ def keep_pause(learn: Learner, call: FitCall, error: BaseException) -> None:
     if isinstance(error, CancelException) or learn.world.size > 1:
         return
     place, event = find_place(error)
-    with suppress(Exception):  # a Learner that is broken cannot be kept, and the error is the user's
+    with suppress(
+        Exception
+    ):  # a Learner that is broken cannot be kept, and the error is the user's
         learn.run.pause = _make_pause_of_error(learn, call, place, event)
 
 
@@ -213,7 +216,7 @@ def _find_place_of_event(names: list[str], event: str) -> tuple[str, str]:
 
 def _make_pause_of_error(learn: Learner, call: FitCall, place: str, event: str) -> Pause | None:
     "Return the pause at which a fit can continue after an exception, or None."
-    if place == 'draw':
+    if place == 'draw' and learn.run.request.has_begun:
         return _make_pause_in_draw(learn, call)
     if place == 'epoch':
         return make_pause(learn, call, 'epoch')
@@ -226,7 +229,7 @@ def _make_pause_of_error(learn: Learner, call: FitCall, place: str, event: str) 
 
 def _make_pause_in_draw(learn: Learner, call: FitCall) -> Pause:
     "Return the pause before a batch that was being drawn, which is drawn again from the position in the data."
-    learn.iter -= 1
+    learn.iter = learn.run.request.count_drawn(learn) - 1
     position = learn.parts.positions.position
     pause = make_pause(learn, call, 'batch', is_intact=False)
     pause.last_batch = None
@@ -249,18 +252,21 @@ def _make_pause_in_evaluation(learn: Learner, call: FitCall, event: str) -> Paus
     positions = learn.parts.positions
     if learn.run.depth > 1 or positions.left is not None:
         return None  # an evaluation within a training batch, which was cut
-    learn.training = True
+    evaluated = learn.parts.evaluations.evaluated
+    for name in [name for name, time in evaluated.items() if time.ba == learn.time.ba]:
+        del evaluated[name]
+    names = ('training', 'phase', 'dl_name', 'dl', 'iter', 'n_iter', 'pct_train')
+    before = {name: getattr(learn, name) for name in names}
     learn.phase = learn.dl_name = 'train'
     learn.dl = learn.dls.train
     learn.iter = positions.n_drawn - 1
     learn.n_iter = epoch_length(learn, learn.dl)[0]
-    share = learn.pct_train
     learn.parts.modes.train(learn)
-    learn.pct_train = share
-    evaluated = learn.parts.evaluations.evaluated
-    for name in [name for name, time in evaluated.items() if time.ba == learn.time.ba]:
-        del evaluated[name]
-    pause = make_pause(learn, call, 'batch')
+    learn.pct_train = before['pct_train']
+    try:
+        pause = make_pause(learn, call, 'batch')
+    finally:
+        vars(learn).update(before)  # the end of the run reports where the error was raised
     pause.last_batch = None
     pause.is_trained = event not in ('after_train', 'after_cancel_train')
     if not pause.is_trained:
@@ -283,7 +289,9 @@ def _make_pause_in_batch(learn: Learner, call: FitCall, event: str) -> Pause | N
     has_forward = event not in _BEFORE_FORWARD
     if has_forward and not learn.parts.callbacks.is_step_due():
         return None  # gradients of earlier batches are mixed with those of this one
-    if event in ('before_step', 'after_backward', '') and learn.parts.callbacks.has_handler('will_step'):
+    if event in ('before_step', 'after_backward', '') and learn.parts.callbacks.has_handler(
+        'will_step'
+    ):
         return None
     batch = learn.batch
     if has_forward:
@@ -296,7 +304,9 @@ def _make_pause_in_batch(learn: Learner, call: FitCall, event: str) -> Pause | N
     pause.open_pass.batches = chain([batch], rest)
     pause.last_batch = None
     if has_forward:
-        pause.caveat = 'the batch is repeated with buffers and random generators as it has left them'
+        pause.caveat = (
+            'the batch is repeated with buffers and random generators as it has left them'
+        )
     return pause
 
 
@@ -373,7 +383,7 @@ def mark_loader(dl: Any) -> dict[str, Any]:
     "Return what shows whether a loader was iterated: its generators and its own state."
     mark: dict[str, Any] = capture_loader_state(unshard(dl))
     iterator = getattr(dl, '_iterator', None)
-    if isinstance(dl, DataLoader) and hasattr(iterator, '_send_idx'):  # of persistent workers
+    if iterator is not None and hasattr(iterator, '_send_idx'):  # of persistent workers
         mark['sent'] = [id(iterator), iterator._send_idx, iterator._rcvd_idx]
     if callable(getattr(dl, 'state_dict', None)):
         with suppress(Exception):  # accelerate's loaders raise
@@ -410,7 +420,8 @@ def read_options(learn: Learner) -> list[dict[str, Any]]:
 
 def make_state(learn: Learner, pause: Pause) -> PausedState:
     "Return the state from which `fit` continues a pause."
-    state = PausedState(dict(pause.state), restore, info=dict(pause.info), pause=pause)
+    info = dict(pause.info)
+    state = PausedState(dict(pause.state), restore, info=info, pause=pause, begin=begin)
     own_pass = pause.open_pass
     is_kept = is_untouched(own_pass) if pause.point == 'batch' else True
     if pause.point == 'batch' and own_pass.batches is None:

@@ -139,9 +139,7 @@ def resumed(learn: Learner, r: ResumeState) -> Iterator[None]:
     everything is as it was before the fit. A paused fit is resumed in memory: it changes nothing before that.
     """
     if isinstance(r, PausedState):
-        from learnkit.checkpoint.pause import begin
-
-        begin(learn, r)
+        r.begin(learn, r)
         yield
         return
     before = r.before = restored(learn, on_host=True)

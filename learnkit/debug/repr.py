@@ -23,7 +23,9 @@ def learner_text(learn: Learner) -> str:
     model, loss = (safe_call(partial(f, learn)) for f in (_get_model_name, _get_loss_name))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
     cbs = safe_call(lambda: ', '.join(map(repr, learn.cbs)))
-    return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
+    pause = learn.run.pause
+    paused = '' if pause is None else f', paused {pause.describe()}'
+    return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}]{paused})'
 
 
 def learner_html(learn: Learner) -> str:
@@ -38,6 +40,8 @@ def learner_html(learn: Learner) -> str:
         'trained': _describe_progress,
         'last epoch': _describe_last_epoch,
     }
+    if learn.run.pause is not None:
+        entries['paused'] = lambda learn: f'{learn.run.pause.describe()}: `learn.resume()`'
     return definitions(
         {name: partial(f, learn) for name, f in entries.items()}, type(learn).__name__
     )

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fastcore.basics import noop
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
@@ -52,7 +53,9 @@ class FitCall:
     start_epoch: int
     iteration: Any
     stage: int | None = None  # index of the fit in `fine_tune`
-    then: Callable[[], None] | None = None  # what follows the fit, as the second fit of `fine_tune`
+    then: Callable[..., None] | None = (
+        None  # what follows the fit, as the second fit of `fine_tune`
+    )
 
     def arguments(self) -> dict[str, Any]:
         "Return the arguments of `fit`."
@@ -75,6 +78,8 @@ class PauseRequest:
         self.is_interrupt = False  # whether Ctrl-C has made the request
         self._flags = [None]  # two elements after a request
         self._pid = os.getpid()
+        # number of the first batch of the pass, and of the batches that were trained before it
+        self._start: tuple[int, int] | None = None
 
     @property
     def is_made(self) -> bool:
@@ -85,8 +90,25 @@ class PauseRequest:
         "Request a pause; this is one assignment, so any thread and any signal handler may do it."
         self._flags[:] = [None, None]
 
-    def watch(self, numbers: Iterable[int]) -> Iterator[int]:
+    @property
+    def has_begun(self) -> bool:
+        "True if the pass of the current epoch has begun."
+        return self._start is not None
+
+    def begin_epoch(self) -> None:
+        "Note that an epoch begins."
+        self._start = None
+
+    def count_drawn(self, learn: Learner) -> int:
+        "Return the number of batches of this epoch that were trained."
+        assert self._start is not None
+        first, n_before = self._start
+        return first + learn.parts.counters.batches - n_before
+
+    def watch(self, numbers: Iterable[int], first: int = 0) -> Iterator[int]:
         "Yield the numbers of the batches until a pause is requested; then raise `FitPaused`."
+        if self.learn is not None:
+            self._start = first, self.learn.parts.counters.batches
         # all in C: the loop calls no function of Python for it in a batch
         until_request = compress(numbers, iter(self._flags.__len__, 2))
         return chain(until_request, self._leave())
@@ -141,7 +163,9 @@ def request_pause(learn: Learner) -> None:
     "Request a pause of the running fit; raise `FitError` if no fit is running."
     request = learn.run.request
     if request is None:
-        raise FitError('learn.pause(): no fit is running. Call it in a callback, or in another thread.')
+        raise FitError(
+            'learn.pause(): no fit is running. Call it in a callback, or in another thread.'
+        )
     learn.parts.processes.pause(learn)
 
 
@@ -214,8 +238,11 @@ class OpenPass:
 class PausedState(ResumeState):
     "State of a paused fit, which `fit` resumes in memory."
 
-    open_pass: OpenPass | None = None  # None: the pass is found again from its position, as from a file
+    open_pass: OpenPass | None = (
+        None  # None: the pass is found again from its position, as from a file
+    )
     pause: Any = None  # `Pause` that the state belongs to
+    begin: Callable[..., None] = field(default=noop)  # f(learn, self): begins to continue the fit
 
     @override
     def make_source(self, positions: TrainingPositions) -> ResumedRun:

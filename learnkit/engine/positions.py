@@ -58,7 +58,7 @@ def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
     if request is None or not (learn.training and learn.fitting):
         return numbers
     learn.iter = first - 1  # the last batch, if a pause ends the pass before the next one
-    return request.watch(numbers)
+    return request.watch(numbers, first)
 
 
 def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
@@ -169,6 +169,8 @@ class TrainingPositions(Source):
         per_iteration = learn.epochs_per_iteration
         for epoch in super().epochs(learn, first):
             learn.epoch = epoch
+            if learn.run.request is not None:
+                learn.run.request.begin_epoch()
             if per_iteration and (epoch % per_iteration == 0 or learn.resumed):
                 learn('before_iteration')
             yield epoch

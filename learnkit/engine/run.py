@@ -70,7 +70,7 @@ class Run:
     # `Pause` of the last fit, which `resume` continues
     pause: Any = field(default=None, repr=False, compare=False)
     # what follows the next fit, if it is not the last one of the method that was called
-    then: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    then: Callable[..., None] | None = field(default=None, repr=False, compare=False)
     # one run at a time
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
     # called at the end of the outermost run, also if its cleanup was aborted
