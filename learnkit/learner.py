@@ -366,7 +366,7 @@ class Learner(Loop):
         >>> with learn.no_bar(): learn.fit(2)
         >>> learn.paused
         Paused(after batch 3 of 10 of epoch 1, 13ba)
-        >>> learn.remove_cb(Callback)
+        >>> _ = learn.remove_cb(Callback)
         >>> with learn.no_bar(): learn.resume()
         >>> learn.time.ba, learn.paused
         (20, None)
@@ -411,8 +411,9 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(n_train=10, lr=0.1)
         >>> with learn.no_bar(): learn.fit(2, pause_at='13ba')
-        >>> with learn.no_bar(): learn.resume(lr=0.03)
+        >>> with learn.no_mbar(): learn.resume(lr=0.03)
         13ba: lr 0.1 -> 0.03
+        ...
         >>> learn.recorder.lrs[12:14], len(learn.history), learn.history.changes[0]['ba']
         ([0.1, 0.03], 2, 13)
         """

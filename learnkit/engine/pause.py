@@ -169,7 +169,7 @@ def request_pause(learn: Learner) -> None:
     learn.parts.processes.pause(learn)
 
 
-class PauseAt(Callback):
+class _PauseAt(Callback):
     "Request a pause when the Learner's time reaches an amount over all fits."
 
     order = 10_000  # after callbacks that write a checkpoint of the batch
@@ -217,7 +217,7 @@ def parse_pause(
             f'pause_at={str(until)!r}: the Learner has trained {now:g}{until.unit} already. The time counts over all '
             'fits; give a later one.'
         )
-    return [PauseAt(until)]
+    return [_PauseAt(until)]
 
 
 # -- the open pass over the training data -------------------------------------------------------------
