@@ -178,7 +178,7 @@ _LEARNER_ROWS = (
         'Train with a Learner',
         'Fit a model, find a learning rate or a batch size, freeze layers, use mixed precision, compile, and train on '
         'several GPUs.',
-        'fit fit_one_cycle fit_flat_cos fit_sgdr fit_until fine_tune lr_find find_batch_size stop '
+        'fit fit_one_cycle fit_flat_cos fit_sgdr fit_until fine_tune lr_find find_batch_size stop pause paused resume '
         'freeze freeze_to unfreeze to_bf16 to_fp16 to_fp32 compile distributed launch eval_every create_opt',
     ),
     (

@@ -47,10 +47,11 @@ from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_
 from learnkit.engine.checks import check_loss, check_microbatch, check_model, warn_of_rate
 from learnkit.engine.counters import COUNTER_OF_UNIT
 from learnkit.engine.custom_batch import EventCheck, list_overrides
-from learnkit.engine.dispatch import as_list, enter_all
+from learnkit.engine.dispatch import as_callback, as_list, enter_all
 from learnkit.engine.events import LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.parts import Parts
+from learnkit.engine.pause import FitCall, FitPaused, PauseRequest, parse_pause, request_pause
 from learnkit.engine.resumed_run import check_rewound
 from learnkit.engine.run import call_each, note_error, raise_first
 from learnkit.engine.seams import SEAMS, fit_seams
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from learnkit.callbacks.model_summary import Summary
     from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.debug.moment import Moment
+    from learnkit.debug.paused import Paused
     from learnkit.debug.trace import Handlers, Trace
     from learnkit.monitors.step_time import Timings
 
@@ -255,6 +257,10 @@ class Learner(Loop):
         start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
         iteration: int | str | Time | None = None,  # epochs per iteration, which has its own events
         resume: Any = False,  # checkpoint to resume: True, 'latest', 'best', path, or state
+        pause_at: int
+        | str
+        | Time
+        | None = None,  # pause at this time over all fits: '613ba', '2ep'
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
@@ -264,6 +270,9 @@ class Learner(Loop):
         With `resume=True` the fit resumes from the newest complete checkpoint of its folder (see `Checkpoint`), at the
         exact batch, as if training had never stopped, and trains up to `n_epoch` epochs in total. Without a checkpoint
         the fit starts from the beginning. The checkpoint's rates and counters take precedence over the arguments.
+
+        Ctrl-C, and the stop button of a notebook, end the fit behind the training batch that runs. `pause_at` ends it
+        at a time, and `learn.pause()` from a callback or a thread. `learn.resume()` then continues the fit there.
 
         Raises a `LearnkitError` for invalid arguments before anything has changed. An exception of a callback, the
         model or the data is raised unchanged, with a note that names the event and the batch, after every callback's
@@ -281,15 +290,18 @@ class Learner(Loop):
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
         check_can_run(self)
-        fit_cbs = [*missing_train_eval(self), *as_list(cbs)]
+        given = [as_callback(cb) for cb in as_list(cbs)]
+        before, behind = missing_train_eval(self), parse_pause(self, pause_at)
         if start_epoch:
-            fit_cbs.append(SkipToEpoch(start_epoch))
+            behind.append(SkipToEpoch(start_epoch))
         if budget:
-            fit_cbs.append(Budget(budget))
+            behind.append(Budget(budget))
         if list_overrides(self):
-            fit_cbs.append(EventCheck())
-        fit_cbs += self.parts.evaluations.begin(self, epochs_per_iteration)
-        with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
+            behind.append(EventCheck())
+        behind += self.parts.evaluations.begin(self, epochs_per_iteration)
+        added = [*before, *behind]
+        call = FitCall(n_epoch, lr, wd, given, added, start_epoch, iteration, self.stage)
+        with deferred_interrupts() as deferred, self.added_cbs([*before, *given, *behind]):
             checkpoint = None
             if resume is not None and resume is not False:
                 from learnkit.checkpoint.resume import find_checkpoint, resumed
@@ -301,14 +313,110 @@ class Learner(Loop):
             with (
                 optimizer.training_weights(self),
                 self.parts.processes.run(self, 'fit'),
+                self._pausable(call) as request,
                 fit_seams(self),
-                deferred.paused(),
+                deferred.paused(request.receive_interrupt),
             ):
                 self.n_epoch = epochs
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
                 with nullcontext() if checkpoint is None else resumed(self, checkpoint):
                     self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
+
+    @contextmanager
+    def _pausable(self, call: FitCall) -> Iterator[PauseRequest]:
+        "Let a fit pause within a context; keep what it needs to continue, also after an error."
+        __tracebackhide__ = True
+        request = self.run.request = PauseRequest(self)
+        self.run.pause = None
+        call.then, self.run.then = self.run.then, None
+        try:
+            yield request
+        except BaseException as e:
+            from learnkit.checkpoint.pause import keep_pause
+
+            keep_pause(self, call, e)
+            if not isinstance(e, FitPaused):
+                raise
+        finally:
+            self.run.request = None
+        if request.is_interrupt:
+            raise KeyboardInterrupt(*self._describe_stop())
+
+    def _describe_stop(self) -> list[str]:
+        "Return the message of a Ctrl-C that has ended a fit behind a batch."
+        pause = self.run.pause
+        if pause is None:
+            return []
+        return [f'stopped {pause.describe()}: `learn.resume()` continues there.']
+
+    def pause(self) -> None:
+        """Pause the fit after the current batch: `fit` returns, and `learn.resume()` continues there.
+
+        A callback or another thread calls this method. The batch ends with its `batch_checkpoint`. Then only `cleanup`
+        fires: no evaluation, no row of the history, no `after_epoch` and no `after_fit`. Called in an evaluation at the
+        end of an epoch, or behind it, the fit pauses after `epoch_checkpoint`. Several processes pause at the same
+        batch, once all of them have received the request. Raises `FitError` if no fit is running.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def look(cb):
+        ...     if cb.time.ba == 13: cb.learn.pause()
+        >>> learn = synth_learner(n_train=10, cbs=Callback(batch_checkpoint=look))
+        >>> with learn.no_bar(): learn.fit(2)
+        >>> learn.paused
+        Paused(after batch 3 of 10 of epoch 1, 13ba)
+        >>> _ = learn.remove_cb(Callback)
+        >>> with learn.no_bar(): learn.resume()
+        >>> learn.time.ba, learn.paused
+        (20, None)
+        """
+        request_pause(self)
+
+    @property
+    def paused(self) -> Paused | None:
+        "The fit that was paused, interrupted or ended by an error, if `learn.resume()` can continue it; else None."
+        if self.run.pause is None:
+            return None
+        from learnkit.debug.paused import Paused
+
+        return Paused(self, self.run.pause)
+
+    @implemented_in('learnkit.callbacks.changes')
+    def resume(
+        self,
+        lr: Any = None,  # new highest rate, as for the fit; None: as it is
+        lr_scale: float | None = None,  # factor of the rates of the rest of the fit
+        n_epoch: int | None = None,  # new number of epochs of the fit, with those that were trained
+        stretch: bool = False,  # stretch the schedules to the new number; False: keep their length
+        pause_at: int | str | Time | None = None,  # as for `fit`
+    ) -> None:
+        """Continue the paused fit in memory, at the exact batch; `fit(resume=True)` reads a file of a checkpoint.
+
+        Everything of the fit continues: its schedule, callbacks, bar, row of the history, random generators, and the
+        order of the loader. If nothing was changed, the result is bit for bit that of a fit that was never paused.
+        `before_fit`, and within an epoch `before_epoch` and `before_train`, fire again with `learn.resumed` True; then
+        the callbacks' states are restored. `after_fit` fires once, at the real end. Evaluations, predictions,
+        `summary`, `save` and `lr_find` do not move the paused fit; a new `fit` or `learn.close()` ends it.
+
+        What was changed in between holds for the rest of the fit: weights, loss function, metrics, callbacks, frozen
+        layers, and hyperparameters that no schedule sets. Another training loader holds from the next epoch on. Each
+        change is printed, and kept in `learn.history.changes`.
+
+        After an exception before the optimizer's step, the batch is repeated; after the step, the fit continues behind
+        the batch. What is not exact is printed.
+
+        Raises `FitError` if there is no paused fit, and `OptionError` for arguments that exclude each other.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_train=10, lr=0.1)
+        >>> with learn.no_bar(): learn.fit(2, pause_at='13ba')
+        >>> with learn.no_mbar(): learn.resume(lr=0.03)
+        13ba: lr 0.1 -> 0.03
+        ...
+        >>> learn.recorder.lrs[12:14], len(learn.history), learn.history.changes[0]['ba']
+        ([0.1, 0.03], 2, 13)
+        """
 
     def train(self, mode: bool = True) -> nn.Module:
         """Set the model to training mode, as `learn.model.train()` does; `learn.fit(5)` trains.
@@ -353,6 +461,7 @@ class Learner(Loop):
         reset_opt: bool = False,  # create a new optimizer
         start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
         resume: Any = False,  # checkpoint to resume, as in `fit`
+        pause_at: int | str | Time | None = None,  # time of a pause over all fits, as in `fit`
     ) -> None:
         """Train with the 1cycle policy: the rate rises and then falls, each along half a cosine.
 
@@ -381,6 +490,7 @@ class Learner(Loop):
         reset_opt: bool = False,  # create a new optimizer
         start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
         resume: Any = False,  # checkpoint to resume, as in `fit`
+        pause_at: int | str | Time | None = None,  # time of a pause over all fits, as in `fit`
     ) -> None:
         """Train at a flat rate that falls along half a cosine at the end.
 
@@ -405,6 +515,7 @@ class Learner(Loop):
         wd: float | None = None,  # weight decay; None: the Learner's
         start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
         resume: Any = False,  # checkpoint to resume, as in `fit`
+        pause_at: int | str | Time | None = None,  # time of a pause over all fits, as in `fit`
     ) -> None:
         """Train in cycles (SGDR): in each cycle the rate falls to 0 along half a cosine.
 
@@ -432,6 +543,7 @@ class Learner(Loop):
         reset_opt: bool = False,  # create a new optimizer
         start_epoch: int = 0,  # first epoch with all groups; if not 0, freeze epochs are skipped
         resume: Any = False,  # checkpoint of either fit to resume, as in `fit`
+        pause_at: int | str | Time | None = None,  # time of a pause over all fits, as in `fit`
     ) -> None:
         """Train the last group alone, then all groups with graded rates, in one cycle each.
 
@@ -1518,7 +1630,7 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
-        self.run.replay_source = None
+        self.run.replay_source = self.run.pause = None
         self.parts.positions.forget()
         if self not in _open_learners:
             return []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
 from fastcore.foundation import L
@@ -20,6 +21,16 @@ class History(list[dict[str, Any]]):
     0      0        0.50
     1      1        0.25
     """
+
+    def __init__(
+        self,
+        rows: Iterable[dict[str, Any]] = (),
+        changes: Iterable[
+            dict[str, Any]
+        ] = (),  # changes of a fit that was paused: batch, what, old, new
+    ) -> None:
+        super().__init__(rows)
+        self.changes = list(changes)
 
     @overload
     def __getitem__(self, i: SupportsIndex) -> dict[str, Any]: ...

@@ -457,7 +457,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return everything recorded, and the measurements of the epoch in progress."
         current = self._of_fit
         is_training = current.is_training
+        changes = self.history.changes
         return {
+            **({'changes': to_storable(changes)} if changes else {}),
             'history': [to_storable(row) for row in self.history],
             'n_fits': self.n_fits,
             'evaluations': [to_storable(row) for row in self.evaluations],
@@ -480,7 +482,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the records; inside a fit, also the measurements of the epoch in progress."
-        self.history = History(map(dict, sd['history']))
+        self.history = History(map(dict, sd['history']), sd.get('changes', ()))
         self.n_fits = sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values = L(map(L, sd['values']))

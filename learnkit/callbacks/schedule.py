@@ -119,6 +119,16 @@ class ParamScheduler(Callback):
     def before_batch(self) -> None:
         self._update_val(self.learn.pct_train)
 
+    def change(
+        self,
+        scale: Any = 1.0,  # factor of the learning rate, a number or an array by group
+        share: float = 1.0,  # length of the fit, relative to that of the schedules
+    ) -> None:
+        "Scale the schedule of the learning rate, and keep the length of all schedules in a fit of another length."
+        for name, f in self.scheds.items():
+            self.scheds[name] = _ChangedSchedule(f, scale if name == 'lr' else 1.0, share)
+        self._opt = None
+
     def _update_val(self, pct: float) -> None:
         "Set every hyperparameter to its value at a position of the fit."
         if self._is_outdated():
@@ -177,6 +187,19 @@ class ParamScheduler(Callback):
         self._opt = None
         self._known = []
         self._plan = []
+
+
+class _ChangedSchedule:
+    "Schedule with its value scaled, and its positions those of a fit of another length."
+
+    def __init__(self, f: Schedule, scale: Any, share: float) -> None:
+        self.f = f
+        self.scale = scale
+        self.share = share
+
+    def __call__(self, pct: float) -> Any:
+        value = self.f(min(1.0, pct * self.share))
+        return value if type(self.scale) is float and self.scale == 1.0 else value * self.scale
 
 
 def fit_one_cycle(
@@ -255,6 +278,7 @@ def fine_tune(
     reset_opt: bool,
     start_epoch: int,
     resume: Any,
+    pause_at: Any,
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
     shared = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
@@ -263,28 +287,35 @@ def fine_tune(
         found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
     learn.freeze()
-    with replacing_yield(learn, 'stage', 0):
-        if stage == 0:
+
+    def fit_all(resume: Any = False, pause_at: Any = None) -> None:
+        learn.unfreeze()
+        with replacing_yield(learn, 'stage', 1):
             learn.fit_one_cycle(
-                freeze_epochs,
-                slice(base_lr),
-                pct_start=0.99,
-                start_epoch=freeze_epochs if start_epoch else 0,
-                resume=found,
+                epochs,
+                slice(base_lr / 2 / lr_mult, base_lr / 2),
+                pct_start=pct_start,
+                div=div,
+                start_epoch=start_epoch,
+                resume=resume,
+                pause_at=pause_at,
                 **shared,
             )
-    base_lr /= 2
-    learn.unfreeze()
-    with replacing_yield(learn, 'stage', 1):
+
+    if stage == 1:
+        return fit_all(found, pause_at)
+    with replacing_yield(learn, 'stage', 0), replacing_yield(learn.run, 'then', fit_all):
         learn.fit_one_cycle(
-            epochs,
-            slice(base_lr / lr_mult, base_lr),
-            pct_start=pct_start,
-            div=div,
-            start_epoch=start_epoch,
-            resume=found if stage == 1 else False,
+            freeze_epochs,
+            slice(base_lr),
+            pct_start=0.99,
+            start_epoch=freeze_epochs if start_epoch else 0,
+            resume=found,
+            pause_at=pause_at,
             **shared,
         )
+    if learn.run.pause is None:  # otherwise `learn.resume()` calls it
+        fit_all(pause_at=pause_at)
 
 
 def _fit_with_schedules(
@@ -298,6 +329,7 @@ def _fit_with_schedules(
     reset_opt: bool,
     start_epoch: int,
     resume: Any,
+    pause_at: Any,
 ) -> None:
     "Prepare the optimizer for `fit`, make the schedules of its rates, and train."
     check_rewound(learn, resume)
@@ -312,4 +344,12 @@ def _fit_with_schedules(
     found = [float(h['lr']) for h in learn.opt.hypers]
     rates: Any = found[0] if len(found) == 1 else np.array(found)
     cbs = [ParamScheduler(make_scheds(rates)), *as_list(cbs)]
-    learn.fit(n_epoch, rates, wd=wd, cbs=cbs, start_epoch=start_epoch, resume=resume)
+    learn.fit(
+        n_epoch,
+        rates,
+        wd=wd,
+        cbs=cbs,
+        start_epoch=start_epoch,
+        resume=resume,
+        pause_at=pause_at,
+    )

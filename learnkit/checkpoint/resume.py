@@ -48,6 +48,7 @@ from learnkit.data.shard import Shard
 from learnkit.engine.callback_state import load_states, warn_of_changed_callbacks
 from learnkit.engine.fields import SAVED
 from learnkit.engine.optimizer import cover_params
+from learnkit.engine.pause import PausedState
 from learnkit.engine.resumed_run import (
     SAVE_POINTS,
     ResumeState,
@@ -128,8 +129,12 @@ def resumed(learn: Learner, r: ResumeState) -> Iterator[None]:
     """Resume a fit within a context.
 
     After an error before the end of the first batch, and after a Cancel exception before the checkpoint is restored,
-    everything is as it was before the fit.
+    everything is as it was before the fit. A paused fit is resumed in memory: it changes nothing before that.
     """
+    if isinstance(r, PausedState):
+        r.begin(learn, r)
+        yield
+        return
     before = r.before = restored(learn, on_host=True)
     try:
         begin_resume(learn, r)
@@ -156,7 +161,7 @@ def begin_resume(learn: Learner, resume: ResumeState) -> None:
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.run.resuming = learn.parts.processes.take_own_state(learn, resume)
     _check_fits(learn, r)
-    _fit_position(learn, r)
+    fit_position(learn, r)
     _load_weights(learn, r)
     if r.path is not None and learn.logger is not noop:
         print(f'Resuming from {r.path}, {_describe_next(learn, r)}')
@@ -166,7 +171,7 @@ def begin_resume(learn: Learner, resume: ResumeState) -> None:
     _warn_of_differences(learn, r)
 
 
-def _fit_position(learn: Learner, r: ResumeState) -> None:
+def fit_position(learn: Learner, r: ResumeState) -> None:
     """Count the position in batches of this run, which may have another size if a step has as many samples.
 
     Raises `CheckpointError` if the data cannot be resumed by these processes."""

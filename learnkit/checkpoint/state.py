@@ -39,19 +39,16 @@ def checkpoint_state(learn: Learner) -> dict[str, Any]:
 def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
-    loss_func = learn.loss_func
     params = [] if opt is None else list(opt.parameters())
     within_epoch = SAVE_POINTS.get(point) == 'batch'
     state = {
-        'model': collect_module_state(learn.model),
-        'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-        'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
+        **collect_trained(learn),
         'buffers': collect_loose_buffers(learn.model),
         'persistent': list_persistent(learn.model),
         'loss_buffers': collect_loose_buffers(learn.loss_func),
         'generators': {name: capture_own(owner) for name, owner in list_owners(learn)},
         'grads': {str(i): p.grad for i, p in enumerate(params) if p.grad is not None},
-        'frozen': _collect_frozen(learn, params),
+        'frozen': collect_frozen(learn, params),
         'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
         'position': learn.parts.positions.state_dict(learn, within_epoch) if point else None,
@@ -62,7 +59,18 @@ def collect_state(learn: Learner, point: str) -> dict[str, Any]:
     return full_state
 
 
-def _collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
+def collect_trained(learn: Learner) -> dict[str, Any]:
+    "Return the states of the model, the loss function and the optimizer."
+    opt = learn.opt
+    loss_func = learn.loss_func
+    return {
+        'model': collect_module_state(learn.model),
+        'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
+        'optimizer': None if opt is None else encode_optimizer(opt.state_dict()),
+    }
+
+
+def collect_frozen(learn: Learner, optimized: list[Tensor]) -> dict[str, Any]:
     "Return the names of parameters that are frozen, or that require gradients and are in no optimizer yet."
     known = set(optimized)
     named = [*bare_model(learn.model).named_parameters()]

@@ -26,7 +26,7 @@ T = TypeVar('T')
 Address = tuple[str, int]
 
 # numbers that ranks exchange while they train (see `Comm.post`)
-SLOTS = ('stop', 'leave', 'failed', 'clock')
+SLOTS = ('stop', 'pause', 'leave', 'failed', 'clock')
 
 # stores stay open, because the same processes may join again at the same address
 _stores: dict[Address, Store] = {}

@@ -62,22 +62,25 @@ class deferred_interrupts:
         self._raise_delayed()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        "Install Python's default handler within a context, which must be the innermost one."
-        self._uninstall()
+    def paused(
+        self,
+        handler: Handler = signal.default_int_handler,  # handler in the context
+    ) -> Iterator[None]:
+        "Install Python's default handler, or another one, within a context, which must be the innermost one."
+        self._uninstall(handler)
         try:
             self._raise_delayed()
             yield
         finally:
-            self._install()
+            self._install(handler)
 
-    def _install(self) -> None:
+    def _install(self, before: Handler = signal.default_int_handler) -> None:
         if self._is_active:
-            _exchange_handler(signal.default_int_handler, self._receive)
+            _exchange_handler(before, self._receive)
 
-    def _uninstall(self) -> None:
+    def _uninstall(self, after: Handler = signal.default_int_handler) -> None:
         if self._is_active:
-            _exchange_handler(self._receive, signal.default_int_handler)
+            _exchange_handler(self._receive, after)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._is_waiting or _allowed:

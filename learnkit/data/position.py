@@ -107,6 +107,8 @@ class LoaderPosition:
         self.draws: list[str] | None = None  # None: unknown yet
         # global generators before the last batch, if it is drawn from them
         self._before_last: State | None = None
+        # the same while the next batch is being drawn: an exception may end that
+        self.before_draw: State | None = None
         # of a resumed position: number of batches to skip, the loader's own state after them, the last batch's digest,
         # and whether no batch is left
         self._n_skipped = 0
@@ -315,11 +317,12 @@ class LoaderPosition:
                 yield batches
                 return
             while True:
-                before_next = capture_rng(devices=False)
+                self.before_draw = capture_rng(devices=False)
                 batch = next(batches, _END)
                 if batch is _END:
                     return
-                self._before_last = before_next
+                self._before_last = self.before_draw
+                self.before_draw = None
                 yield (batch,)
 
         return chain.from_iterable(group())

@@ -337,7 +337,7 @@ class Moment:
                 f'samples(): {type(self.learn).__name__} trains on batches in its own way, which has no loss of one '
                 'sample. `moment.step(without=[i])` leaves samples out.'
             )
-        stop = _MeasureSamples(Time(self.ba, 'ba'), self._state)
+        stop = MeasureSamples(Time(self.ba, 'ba'), self._state)
         self._check()
         self._look(stop, self._state, is_same=False)
         for row in stop.rows:
@@ -363,11 +363,7 @@ class Moment:
 
     def show(self, max_n: int = 9) -> Any:
         "Show samples of the batch with their targets: images in a grid, other data as a table."
-        n = find_bs(self.xb, self.yb, size_func_of(self.learn))
-        rows = list(range(min(n, max_n)))
-        details = {} if self.indices is None else {'index': self.indices[:max_n]}
-        xb, yb = take_rows((self.xb, self.yb), n, rows)
-        return show_samples(xb, {**details, 'target': yb}, getattr(self.learn.dls, 'vocab', None))
+        return show_batch(self.learn, self.xb, self.yb, self.indices, max_n)
 
     def _look(
         self,
@@ -398,12 +394,27 @@ class Moment:
                 del vars(cb)[name]
 
 
+def show_batch(
+    learn: Learner,
+    xb: tuple[Any, ...],
+    yb: tuple[Any, ...],
+    indices: list[Any] | None,  # of the samples in the data set, if they are known
+    max_n: int,  # maximum number of samples
+) -> Any:
+    "Show samples of a batch with their targets: images in a grid, other data as a table."
+    n = find_bs(xb, yb, size_func_of(learn))
+    rows = list(range(min(n, max_n)))
+    details = {} if indices is None else {'index': indices[:max_n]}
+    xb, yb = take_rows((xb, yb), n, rows)
+    return show_samples(xb, {**details, 'target': yb}, getattr(learn.dls, 'vocab', None))
+
+
 def list_attributes(learn: Learner) -> dict[int, set[str]]:
     "Return the names of the attributes of each callback whose attributes are its state, by the callback's id."
     return {id(cb): set(vars(cb)) for cb in learn.cbs if keeps_attributes(cb)}
 
 
-class _MeasureSamples(StopBefore):
+class MeasureSamples(StopBefore):
     "End a fit before the forward pass of a batch, and measure its samples as callbacks have made them."
 
     runs_first = ('after_batch',)  # `before_batch` after the other callbacks

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
@@ -23,7 +23,9 @@ def learner_text(learn: Learner) -> str:
     model, loss = (safe_call(partial(f, learn)) for f in (_get_model_name, _get_loss_name))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
     cbs = safe_call(lambda: ', '.join(map(repr, learn.cbs)))
-    return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
+    pause = _find_pause(learn)
+    paused = '' if pause is None else f', paused {pause.describe()}'
+    return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}]{paused})'
 
 
 def learner_html(learn: Learner) -> str:
@@ -38,9 +40,21 @@ def learner_html(learn: Learner) -> str:
         'trained': _describe_progress,
         'last epoch': _describe_last_epoch,
     }
+    if _find_pause(learn) is not None:
+        entries['paused'] = _describe_pause
     return definitions(
         {name: partial(f, learn) for name, f in entries.items()}, type(learn).__name__
     )
+
+
+def _find_pause(learn: Learner) -> Any:
+    "Return the pause of a Learner, which may be half made."
+    run = vars(learn).get('_run')
+    return None if run is None else run.pause
+
+
+def _describe_pause(learn: Learner) -> str:
+    return f'{_find_pause(learn).describe()}: `learn.resume()` continues there'
 
 
 def _get_model_name(learn: Learner) -> str:

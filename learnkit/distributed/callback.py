@@ -311,6 +311,8 @@ class DistributedTraining(Callback):
         result = exchange()
         if learn.world.value('stop'):
             learn.run.stopping = True
+        if learn.world.value('pause') and learn.run.request is not None:
+            learn.run.request.make()
         return result
 
 

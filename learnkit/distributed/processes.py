@@ -104,6 +104,11 @@ class ManyProcesses(OneProcess):
             super().stop(learn)
 
     @override
+    def pause(self, learn: Learner) -> None:
+        "Request a pause; the fit pauses when all ranks have received the request."
+        learn.world.post('pause', 1.0)
+
+    @override
     def seconds(self, learn: Learner) -> float:
         "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
@@ -52,7 +53,12 @@ class Source:
 def set_length(learn: Learner, first: int = 0) -> Iterable[int]:
     "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
     learn.n_iter, limit = epoch_length(learn, learn.dl)
-    return count(first) if limit is None else range(first, limit)
+    numbers = count(first) if limit is None else range(first, limit)
+    request = learn.run.request
+    if request is None or not (learn.training and learn.fitting):
+        return numbers
+    learn.iter = first - 1  # the last batch, if a pause ends the pass before the next one
+    return request.watch(numbers, first)
 
 
 def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
@@ -139,6 +145,7 @@ class TrainingPositions(Source):
             None  # the last batch of the open pass as its loader gave it; None: not needed
         )
         self._current: Iterator[Any] | None = None  # batches of the open pass
+        self.left: Iterator[Any] | None = None  # batches of a pass that an exception has left
         # folder of the run to which `rewind` has moved the Learner
         self.rewound: Path | None = None
 
@@ -153,7 +160,7 @@ class TrainingPositions(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
-        open_pass = dict.fromkeys(('position', 'stream', 'rest', 'last', '_current'))
+        open_pass = dict.fromkeys(('position', 'stream', 'rest', 'last', '_current', 'left'))
         return {**self.__dict__, **open_pass}
 
     @override
@@ -162,11 +169,15 @@ class TrainingPositions(Source):
         per_iteration = learn.epochs_per_iteration
         for epoch in super().epochs(learn, first):
             learn.epoch = epoch
+            if learn.run.request is not None:
+                learn.run.request.begin_epoch()
             if per_iteration and (epoch % per_iteration == 0 or learn.resumed):
                 learn('before_iteration')
             yield epoch
             if ends_iteration(learn):
                 end_iteration(learn)
+            if learn.run.request is not None:
+                learn.run.request.leave_if_made('epoch')
 
     @override
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
@@ -206,7 +217,11 @@ class TrainingPositions(Source):
     def end(self, learn: Learner) -> None:
         "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
         batches = self._current
-        self._current = self.last = None
+        self._current = None
+        # a pass that an exception has left may be continued
+        self.left = None if sys.exception() is None else batches
+        if self.left is None:
+            self.last = None
         if learn.training:
             stopping = learn.run.stopping
             self.n_drawn = learn.iter + 1
@@ -218,12 +233,24 @@ class TrainingPositions(Source):
     def close(self) -> None:
         "Release the position of the last pass, unless a budget has cut the pass."
         self.is_cut = False
+        self.last = self.left = None
         if self.rest is None:
             self.position = None
 
     def forget(self) -> None:
         "Release all iterators, which an error may have ended."
-        self.stream = self.rest = self.position = self.last = self._current = None
+        self.stream = self.rest = self.position = self.last = self._current = self.left = None
+
+    @property
+    def is_open(self) -> bool:
+        "True while a pass over the training data is open."
+        return self._current is not None
+
+    def continue_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        "Return the batches of a pass that a fit has left, as the open pass."
+        self.rest = None
+        self._current = batches
+        return batches
 
     def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."

@@ -82,6 +82,10 @@ class OneProcess:
         "End the fit after the current batch or epoch."
         learn.run.stopping = True
 
+    def pause(self, learn: Learner) -> None:
+        "Pause the fit after the current batch or epoch."
+        learn.run.request.make()
+
     def seconds(self, learn: Learner) -> float:
         "Return the seconds spent in fits."
         return float(learn.parts.counters.elapsed())

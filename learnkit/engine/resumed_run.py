@@ -95,6 +95,7 @@ class CheckpointWriter(ABC):
     "Base of callbacks that write checkpoints: `fit(resume=True)` resumes from their folder."
 
     mirror: Any = None  # store from which newer checkpoints are fetched
+    run_id: str = ''  # id of the run that writes, in a fit
 
     @property
     @abstractmethod
@@ -179,7 +180,7 @@ class ResumedRun(Source):
         if per_iteration is not None and (epoch + 1) % per_iteration:
             learn('before_iteration')
         resume_at(learn, 'epoch')
-        learn.parts.positions.resume(learn.dls, r.state['position'])
+        self._restore_between_epochs(learn)
         if r.loop['point'] == 'epoch' and ends_iteration(learn):
             end_iteration(learn)
 
@@ -193,14 +194,26 @@ class ResumedRun(Source):
             numbers, drawn = self.positions.batches(learn)
             return numbers, self._keep_after_first(drawn)
         self.positions.prepare(learn)
+        self._select_loader(learn)
         set_length(learn)
         resume_at(learn, 'batch')
-        self.positions.resume(learn.dls, r.state['position'])
-        batches = self.positions.open(learn, continued=True)
+        batches = self._open_pass(learn)
         if learn.run.stopping:
             return range(0), iter(())
         numbers = set_length(learn, r.loop['n_drawn'])
         return numbers, self._keep_after_first(draw(learn, batches))
+
+    def _select_loader(self, learn: Learner) -> None:
+        "Set the loader of the rest of the epoch: that of the fit."
+
+    def _open_pass(self, learn: Learner) -> Iterator[Any]:
+        "Return the batches that remain of the epoch of the checkpoint."
+        self.positions.resume(learn.dls, self.resume.state['position'])
+        return self.positions.open(learn, continued=True)
+
+    def _restore_between_epochs(self, learn: Learner) -> None:
+        "Restore the position in the data after an epoch."
+        self.positions.resume(learn.dls, self.resume.state['position'])
 
     def _keep_after_first(self, batches: Iterator[Any]) -> Iterator[Any]:
         "Return the batches; after the first of the fit was trained, the checkpoint is kept, whatever happens."

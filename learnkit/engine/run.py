@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fastcore.basics import noop
 
 from learnkit.core.errors import (
     CancelError,
@@ -64,17 +65,24 @@ class Run:
     batch_device: torch.device | None = field(default=None, repr=False, compare=False)
     # callback that keeps the batch for `replay`
     replay_source: Any = field(default=None, repr=False, compare=False)
+    # `PauseRequest` of the running fit
+    request: Any = field(default=None, repr=False, compare=False)
+    # `Pause` of the last fit, which `resume` continues
+    pause: Any = field(default=None, repr=False, compare=False)
+    # what follows the next fit, if it is not the last one of the method that was called
+    then: Callable[..., None] | None = field(default=None, repr=False, compare=False)
     # one run at a time
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
     # called at the end of the outermost run, also if its cleanup was aborted
     releases: list[Callable[[], object]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        "Return the attributes without the lock, which cannot be copied."
-        return {name: value for name, value in vars(self).items() if name != 'lock'}
+        "Return the attributes without the lock and the open pass of a pause, which cannot be copied."
+        left_out = ('lock', 'request', 'pause', 'then')
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=RLock())
+        vars(self).update(state, lock=RLock(), request=None, pause=None, then=None)
 
     @property
     def is_active(self) -> bool:
@@ -147,6 +155,8 @@ def open_run(
         began = perf_counter()
         held = hold_others(learn, kind)
         released = release_for_fit(learn, kind)
+        pause = run.pause if kind != 'fit' and not run.depth else None
+        undo = noop if pause is None else pause.note_options(learn)
         try:
             run.levels = ()
             run.kind = kind or run.kind
@@ -178,6 +188,7 @@ def open_run(
             run.levels, run.kind, learn.fitting, run.depth = outer
             callbacks.release(held)
             callbacks.hold(released)
+            undo()
             learn.seams.give_back(convention)
             if kind == 'fit':
                 counters.seconds = learn.finished('sec')
@@ -229,9 +240,11 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
 
 
 def forget_run(learn: Learner) -> None:
-    "Release the tensors of a failed run, and the persistent workers of its loaders."
+    "Release the tensors of a failed run, and the persistent workers of its loaders, except for a pass that is kept."
+    pause = learn.run.pause
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
-        forget_workers(dl)
+        if pause is None or not pause.keeps_loader(dl):
+            forget_workers(dl)
     learn.parts.positions.forget()
     learn._end_cleanup()
     if learn.opt is not None:

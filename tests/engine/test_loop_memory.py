@@ -324,7 +324,7 @@ def test_a_stopped_epoch_closes_its_iterator() -> None:
 
 
 @pytest.mark.parametrize('error', [OSError('disk'), KeyboardInterrupt()], ids=['error', 'ctrl-c'])
-def test_an_iterator_is_closed_before_cleanup_although_the_exception_is_kept(
+def test_the_iterator_of_a_failed_batch_is_kept_until_close(
     error: BaseException,
 ) -> None:
     def fail(cb: Any) -> None:
@@ -336,4 +336,6 @@ def test_an_iterator_is_closed_before_cleanup_although_the_exception_is_kept(
     watch = Callback(after_batch=fail, cleanup=lambda cb: seen.append(loader.closed))
     with learn.no_bar(), pytest.raises(type(error)):
         learn.fit(1, cbs=watch)
-    assert seen == [1]
+    assert seen == [0] and learn.paused is not None
+    learn.close()
+    assert loader.closed == 1

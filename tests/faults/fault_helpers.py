@@ -175,8 +175,11 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
 
 
 def reachable_tensors(learn: Learner) -> Iterator[str]:
-    "Return the paths of all tensors that the Learner keeps alive, except model, data and optimizer."
-    apart = {id(o) for o in (learn, learn.model, learn.dls, learn.opt, *learn.model.parameters())}
+    """Return the paths of all tensors that the Learner keeps alive, except model, data and optimizer.
+
+    The pause of a fit that failed is left out, which the next fit releases."""
+    kept = (learn, learn.model, learn.dls, learn.opt, learn.run.pause)
+    apart = {id(o) for o in (*kept, *learn.model.parameters())}
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
     while todo:
         where, o = todo.pop()

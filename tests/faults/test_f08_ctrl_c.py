@@ -1,4 +1,6 @@
-"""Row 8: Ctrl-C at every event, at instants of all kinds, and a second one that aborts the cleanup."""
+"""Row 8: Ctrl-C at every event, at instants of all kinds, and a second one that aborts the cleanup.
+
+In a training batch the first one arrives behind `batch_checkpoint`, a second one at once."""
 
 import signal
 from collections.abc import Callable
@@ -31,17 +33,66 @@ def press(cb: Any = None) -> None:
     raise AssertionError('no KeyboardInterrupt came')
 
 
+def press_twice(cb: Any = None) -> None:
+    "Send this process two real SIGINTs; in a training batch, the second one interrupts it."
+    signal.raise_signal(signal.SIGINT)
+    press()
+
+
 def interrupt(cb: Any) -> None:
     raise KeyboardInterrupt
+
+
+IN_BATCH = [
+    'before_batch',
+    'before_pred',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'after_cancel_backward',
+    'after_backward',
+    'before_step',
+    'after_cancel_step',
+    'after_step',
+    'after_cancel_batch',
+    'after_batch',
+    'batch_checkpoint',
+]
+
+
+@pytest.mark.parametrize('event', IN_BATCH)
+def test_the_first_one_in_a_batch_ends_the_fit_behind_it(event: str) -> None:
+    fired: list[str] = []
+
+    def press_once(cb: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    last = Callback(
+        batch_checkpoint=lambda cb: fired.append('batch_checkpoint'),
+        after_train=lambda cb: fired.append('after_train'),
+        cleanup=lambda cb: fired.append('cleanup'),
+    )
+    learn = make_learner([*trigger(event), bad := At(event, press_once), last, watch := Watch()])
+    start_again(learn)
+    e = raised_by(lambda: learn.fit(N_EPOCH, iteration=1))
+    assert type(e) is KeyboardInterrupt and 'epoch 0' in str(e) and 'learn.resume()' in str(e)
+    assert fired == ['batch_checkpoint'] * learn.time.ba + ['cleanup']
+    assert watch.fired == [('after_error', e), ('cleanup', e)]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert learn.paused is not None and learn.paused.time.ba == learn.time.ba
+    is_clean(learn)
+    fits_like_fresh(learn, [bad, last, watch, *trigger(event)])
 
 
 @pytest.mark.parametrize('event', [*FIT_EVENTS, *CANCEL_EVENTS])
 def test_at_every_event(event: str) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    learn = make_learner([*trigger(event), At(event, press), watch := Watch()])
+    how = press_twice if event in IN_BATCH else press
+    learn = make_learner([*trigger(event), At(event, how), watch := Watch()])
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH, iteration=1))
-    assert type(e) is KeyboardInterrupt
+    assert type(e) is KeyboardInterrupt and not str(e)
     if event != 'cleanup':
         assert notes(e)[0].startswith(f'in At.{event} (epoch {int(event == "after_fit")}, batch ')
         assert watch.fired == [('after_error', e), ('cleanup', e)]

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptio
 
 def press_slowly(cb: Any = None) -> None:
     press()
+    press()  # in a training batch, the first one waits for its end
     sleep(1)
     raise AssertionError('no KeyboardInterrupt came')
 

@@ -23,7 +23,7 @@ from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
-from learnkit.debug.moment import StopBefore
+from learnkit.debug.moment import MeasureSamples, StopBefore
 from learnkit.debug.samples import LayerNorms
 from learnkit.distributed.callback import GradientMean
 from learnkit.engine.callback import IntervalCallback
@@ -54,6 +54,7 @@ def classes() -> list[type[Callback]]:
         LayerNorms,
         PredictionSink,
         StopBefore,
+        MeasureSamples,
     }  # parts of `get_preds`, `DistributedTraining` and `rewind`, and a base that holds nothing
     return sorted(found, key=lambda c: c.__name__)
 
