@@ -14,7 +14,6 @@ from multiprocessing import current_process
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from fastcore.basics import noop
 from torch.utils.data import get_worker_info
 from typing_extensions import override
@@ -152,11 +151,8 @@ class PauseRequest:
 
 
 def _is_loader_worker() -> bool:
-    "Return True in a worker process of torch's DataLoader, also before it has its worker info."
-    if get_worker_info() is not None:
-        return True
-    target = getattr(current_process(), '_target', None)
-    return target is torch.utils.data._utils.worker._worker_loop
+    "Return True in a worker process of a loader; one that only begins is known as a daemon."
+    return get_worker_info() is not None or current_process().daemon
 
 
 def request_pause(learn: Learner) -> None:
