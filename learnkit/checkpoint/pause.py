@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.host import copy_to_host
 from learnkit.checkpoint.resume import fit_position, restore_state
 from learnkit.checkpoint.state import collect_frozen, collect_state, collect_trained
-from learnkit.comm.dtensor import gather_full_state
+from learnkit.comm.dtensor import gather_full_state, local_shards
 from learnkit.core.batch import are_equal
-from learnkit.core.errors import CancelException, LearnkitError
+from learnkit.core.errors import CancelException
 from learnkit.core.model import bare_model
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.time import Timestamp
@@ -85,7 +85,7 @@ class Pause:
     state: dict[str, Any] = field(repr=False)  # without weights and optimizer
     buffers: dict[str, Any] = field(repr=False)  # of the model
     loss_state: Any = field(repr=False)  # of the loss function
-    weights: str  # digest of the weights
+    weights: list[complex]  # sum of each weight
     trained: dict[str, Any] | None = field(repr=False)  # weights and optimizer, if a copy is needed
     grads: list[tuple[Tensor, Tensor]] = field(repr=False)  # parameters with pending gradients
     open_pass: OpenPass = field(repr=False)
@@ -331,7 +331,7 @@ def make_pause(
         state=copy_to_host(state),
         buffers=copy_to_host(buffers),
         loss_state=copy_to_host(trained['loss_func']),
-        weights=_digest_weights(learn),
+        weights=_sum_weights(learn),
         trained=copy_to_host(trained) if needs_copy else None,
         grads=grads,
         open_pass=_take_pass(learn, point, is_intact),
@@ -360,10 +360,15 @@ def _has_modes(opt: Any) -> bool:
     return callable(getattr(opt, 'train', None)) and callable(getattr(opt, 'eval', None))
 
 
-def _digest_weights(learn: Learner) -> str:
-    with suppress(LearnkitError):  # lazy or sparse weights
-        return digest([p.detach() for p in learn.model.parameters()], ())
-    return ''
+def _sum_weights(learn: Learner) -> list[complex]:
+    "Return the sum of each weight on its device, by which weights that were changed are recognized."
+    params = [p for p in learn.model.parameters() if not is_lazy(p)]
+    return [t.detach().sum(dtype=_find_precision(t)).item() for t in local_shards(params)]
+
+
+def _find_precision(t: Tensor) -> torch.dtype | None:
+    "Return the dtype in which a tensor is summed; None: its own."
+    return None if t.is_complex() or t.device.type == 'mps' else torch.float64
 
 
 def _describe_run(learn: Learner) -> dict[str, Any]:
@@ -454,7 +459,7 @@ def _collect_weights(learn: Learner, pause: Pause) -> dict[str, Any]:
     for group, options in zip(learn.opt.param_groups, pause.options, strict=False):
         group.update(options)
     trained = collect_trained(learn) if pause.trained is None else dict(pause.trained)
-    if pause.weights == _digest_weights(learn):
+    if pause.weights == _sum_weights(learn):
         trained['model'] = {**trained['model'], **pause.buffers}
     if learn.loss_func is pause.settings.loss_func and not list_params(learn.loss_func):
         trained['loss_func'] = pause.loss_state
