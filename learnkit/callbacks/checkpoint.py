@@ -178,7 +178,7 @@ class Checkpoint(CheckpointWriter, Callback):
         self._writing: Future[None] | None = None
         self._memory: HostMemory | None = None  # memory of the copy that the thread writes
         self._writers: Writers | None = None  # writers of the shards, on all ranks
-        self.run_id = ''
+        self._run_id = ''
         self._monitored: str | None = None  # name of the monitored value
         self._run_entries: list[Entry] = []  # checkpoints of this run
 
@@ -189,6 +189,11 @@ class Checkpoint(CheckpointWriter, Callback):
         if self._lock is not None:
             return self._lock.folder  # absolute, as the process may change its working directory
         return self.learn.path / 'checkpoints' if self._folder is None else self._folder
+
+    @property
+    def run_id(self) -> str:
+        "Id of the run that writes; '' outside of a fit."
+        return self._run_id
 
     @property
     def has_own_folder(self) -> bool:
@@ -249,17 +254,17 @@ class Checkpoint(CheckpointWriter, Callback):
         "Set the run's id, to the id in the checkpoint or a new one, and find the run's earlier checkpoints."
         world = self.learn.world
         run_id = None if resumed is None else resumed.info.get('run')
-        self.run_id = world.broadcast(run_id or token_hex(4))
+        self._run_id = world.broadcast(run_id or token_hex(4))
         world.run_on_all(self._begin_uploads if world.is_first else noop)
 
     def _begin_uploads(self) -> None:
         "Find the run's earlier checkpoints, and start the thread that uploads to the mirror, if there is one."
         existing = entries(self.checkpoint_folder())
-        self._run_entries = [e for e in existing if e.info.get('run') == self.run_id]
+        self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
         if self.mirror is not None:
             folder = self.checkpoint_folder()
             self._uploader = Uploader(
-                self.mirror, folder, self.run_id, self.keep_last, self.keep_best
+                self.mirror, folder, self._run_id, self.keep_last, self.keep_best
             )
             self._uploader.start(self._run_entries)
 
@@ -308,7 +313,7 @@ class Checkpoint(CheckpointWriter, Callback):
 
     def _save_if_due(self, point: str) -> None:
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
-        if not self.run_id:
+        if not self._run_id:
             self.before_fit()  # the callback was added during the fit
         is_due = self._is_due(point)
         is_best = self._is_new_best()
@@ -423,7 +428,7 @@ class Checkpoint(CheckpointWriter, Callback):
         info = {
             'learnkit': VERSION,
             'torch': str(torch.__version__),
-            'run': self.run_id,
+            'run': self._run_id,
             'point': point,
             'epoch': self.learn.epoch,
             'ba': self.learn.time.ba,
@@ -549,7 +554,7 @@ class Checkpoint(CheckpointWriter, Callback):
 
     def _is_outer_fit(self) -> bool:
         "Return True in the fit that this callback checkpoints, False in a run inside it."
-        return bool(self.run_id) and self.learn.fitting and self.learn.run.depth == 1
+        return bool(self._run_id) and self.learn.fitting and self.learn.run.depth == 1
 
     def after_epoch(self) -> None:
         recorder = recorder_of(self.learn)
@@ -606,7 +611,7 @@ class Checkpoint(CheckpointWriter, Callback):
             self._lock.release()
         self._lock = None
         self._has_folder = False
-        self.run_id = ''
+        self._run_id = ''
         self._has_named_files = False
         self._thread = None
         self._memory = None

@@ -24,7 +24,7 @@ from learnkit.checkpoint.state import collect_frozen, collect_state, collect_tra
 from learnkit.comm.dtensor import gather_full_state, local_shards
 from learnkit.core.batch import are_equal
 from learnkit.core.errors import CancelException
-from learnkit.core.model import bare_model
+from learnkit.core.model import bare_model, preserved_modes
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.time import Timestamp
 from learnkit.data.dataloaders import TensorLoader
@@ -47,6 +47,8 @@ KEPT_TYPES = (
     torch.amp.GradScaler,
 )
 TRAINED = ('model', 'loss_func', 'optimizer')
+# attributes of the Learner that say where an error was raised
+_PLACE = ('training', 'phase', 'dl_name', 'dl', 'iter', 'n_iter')
 _END = object()  # marks the end of a pass, as the default of `next`
 # events of a batch before the optimizer has stepped; in those of the second group the forward pass has begun
 _BEFORE_FORWARD = ('before_batch', 'before_pred')
@@ -178,10 +180,17 @@ def keep_pause(learn: Learner, call: FitCall, error: BaseException) -> None:
     if isinstance(error, CancelException) or learn.world.size > 1:
         return
     place, event = find_place(error)
-    with suppress(
-        Exception
-    ):  # a Learner that is broken cannot be kept, and the error is the user's
-        learn.run.pause = _make_pause_of_error(learn, call, place, event)
+    before = {name: getattr(learn, name) for name in _PLACE}
+    modes = vars(learn.parts.modes)
+    modes_before = dict(modes)
+    try:
+        # the error is the user's, also if the Learner cannot be kept
+        with preserved_modes(learn.model), suppress(Exception):
+            learn.run.pause = _make_pause_of_error(learn, call, place, event)
+    finally:
+        # the end of the run reports where the error was raised
+        vars(learn).update(before)
+        modes.update(modes_before)
 
 
 def find_place(error: BaseException) -> tuple[str, str]:
@@ -255,18 +264,14 @@ def _make_pause_in_evaluation(learn: Learner, call: FitCall, event: str) -> Paus
     evaluated = learn.parts.evaluations.evaluated
     for name in [name for name, time in evaluated.items() if time.ba == learn.time.ba]:
         del evaluated[name]
-    names = ('training', 'phase', 'dl_name', 'dl', 'iter', 'n_iter', 'pct_train')
-    before = {name: getattr(learn, name) for name in names}
+    pct_train = learn.pct_train
     learn.phase = learn.dl_name = 'train'
     learn.dl = learn.dls.train
     learn.iter = positions.n_drawn - 1
     learn.n_iter = epoch_length(learn, learn.dl)[0]
     learn.parts.modes.train(learn)
-    learn.pct_train = before['pct_train']
-    try:
-        pause = make_pause(learn, call, 'batch')
-    finally:
-        vars(learn).update(before)  # the end of the run reports where the error was raised
+    learn.pct_train = pct_train
+    pause = make_pause(learn, call, 'batch')
     pause.last_batch = None
     pause.is_trained = event not in ('after_train', 'after_cancel_train')
     if not pause.is_trained:

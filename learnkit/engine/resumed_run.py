@@ -95,7 +95,11 @@ class CheckpointWriter(ABC):
     "Base of callbacks that write checkpoints: `fit(resume=True)` resumes from their folder."
 
     mirror: Any = None  # store from which newer checkpoints are fetched
-    run_id: str = ''  # id of the run that writes, in a fit
+
+    @property
+    @abstractmethod
+    def run_id(self) -> str:
+        "Id of the run that writes; '' outside of a fit."
 
     @property
     @abstractmethod
