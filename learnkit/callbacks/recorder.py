@@ -159,7 +159,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
         learn = self.learn
-        if learn.run.repeating or not learn.parts.processes.has_local_samples:
+        if learn.run.repeating or not self._has_local_samples():
             return
         if learn.microbatch != 'auto':
             return self._accumulate(learn)
@@ -200,17 +200,21 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return self._measure_without_loss()
         if learn.training:
             self.steps.record(learn, self._loss_weight())
-            if self._train and not learn.microbatch and learn.parts.processes.has_local_samples:
+            if self._train and not learn.microbatch and self._has_local_samples():
                 self._accumulate(learn)
             while self._microbatches:
                 self._accumulate(self._microbatches.pop(0))
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 
+    def _has_local_samples(self) -> bool:
+        "Return False for a batch that only fills up the round of the other ranks."
+        return bool(self.learn.parts.processes.batch.has_local_samples(self.learn))
+
     def _loss_weight(self) -> Any:
         "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
-        if learn.world.size > 1 and not learn.parts.processes.has_local_samples:
+        if learn.world.size > 1 and not self._has_local_samples():
             return 0
         if self.train_loss == 'smooth' and learn.world.size == 1:
             return 1
@@ -319,7 +323,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return True on a rank whose batch only fills up the round of the other ranks."
         learn = self.learn
         has_batch = is_open(learn, 'train') or is_open(learn, 'validate')
-        return has_batch and not learn.parts.processes.has_local_samples
+        return has_batch and not self._has_local_samples()
 
     def after_epoch(self) -> None:
         current = self.epoch_metrics

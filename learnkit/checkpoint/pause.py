@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,7 @@ from learnkit.checkpoint.state import collect_frozen, collect_state, collect_tra
 from learnkit.comm.dtensor import gather_full_state, local_shards
 from learnkit.core.batch import are_equal
 from learnkit.core.errors import CancelException
-from learnkit.core.model import bare_model, preserved_modes
+from learnkit.core.model import bare_model, has_weights, preserved_modes
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.time import Timestamp
 from learnkit.data.dataloaders import TensorLoader
@@ -36,30 +36,17 @@ from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.pause import FitCall, FitPaused, OpenPass, PausedState
 from learnkit.engine.resumed_run import list_checkpoint_writers
+from learnkit.engine.snapshot import TRAINING_TYPES
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-KEPT_TYPES = (
-    nn.Module,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-)
 TRAINED = ('model', 'loss_func', 'optimizer')
 # attributes of the Learner that say where an error was raised
 _PLACE = ('training', 'phase', 'dl_name', 'dl', 'iter', 'n_iter')
 _END = object()  # marks the end of a pass, as the default of `next`
-# events of a batch before the optimizer has stepped; in those of the second group the forward pass has begun
+# events of a batch before its forward pass, behind the optimizer's step, and behind the batch
 _BEFORE_FORWARD = ('before_batch', 'before_pred')
-_BEFORE_STEP = (
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_cancel_backward',
-    'after_backward',
-    'before_step',
-)
 _BEHIND_STEP = ('after_cancel_step', 'after_step', 'after_cancel_batch')
 _BEHIND_BATCH = ('after_batch', 'batch_checkpoint')
 _EVALUATION = ('after_cancel_train', 'after_train', 'before_eval', 'after_eval')
@@ -327,7 +314,6 @@ def make_pause(
     state.pop('grads')
     params = {name for name, _ in bare_model(learn.model).named_parameters()}
     buffers = {k: v for k, v in trained['model'].items() if k not in params}
-    needs_copy = any(_has_modes(opt) for opt in getattr(learn.opt, 'optimizers', {}).values())
     grads = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
     return Pause(
         call=call,
@@ -337,7 +323,7 @@ def make_pause(
         buffers=copy_to_host(buffers),
         loss_state=copy_to_host(trained['loss_func']),
         weights=_sum_weights(learn),
-        trained=copy_to_host(trained) if needs_copy else None,
+        trained=copy_to_host(trained) if learn.opt.has_modes else None,
         grads=grads,
         open_pass=_take_pass(learn, point, is_intact),
         settings=read_settings(learn, call),
@@ -355,14 +341,9 @@ def _list_attributes(learn: Learner) -> list[tuple[Any, dict[str, Any]]]:
     found = []
     for cb in learn.cbs:
         if keeps_attributes(cb):
-            owned = {k: v for k, v in vars(cb).items() if isinstance(v, KEPT_TYPES)}
+            owned = {k: v for k, v in vars(cb).items() if isinstance(v, TRAINING_TYPES)}
             found.append((cb, owned))
     return found
-
-
-def _has_modes(opt: Any) -> bool:
-    "Return True for an optimizer that changes the weights between training and evaluation."
-    return callable(getattr(opt, 'train', None)) and callable(getattr(opt, 'eval', None))
 
 
 def _sum_weights(learn: Learner) -> list[complex]:
@@ -466,17 +447,12 @@ def _collect_weights(learn: Learner, pause: Pause) -> dict[str, Any]:
     trained = collect_trained(learn) if pause.trained is None else dict(pause.trained)
     if pause.weights == _sum_weights(learn):
         trained['model'] = {**trained['model'], **pause.buffers}
-    if learn.loss_func is pause.settings.loss_func and not list_params(learn.loss_func):
+    if learn.loss_func is pause.settings.loss_func and not has_weights(learn.loss_func):
         trained['loss_func'] = pause.loss_state
     params = list(learn.opt.parameters())
     numbers = {id(p): str(i) for i, p in enumerate(params)}
     grads = {numbers[id(p)]: grad for p, grad in pause.grads if id(p) in numbers}
     return {**trained, 'grads': grads, 'frozen': collect_frozen(learn, params)}
-
-
-def list_params(module: Any) -> list[Tensor]:
-    "Return the parameters of a loss function, or none of another function."
-    return list(module.parameters()) if isinstance(module, nn.Module) else []
 
 
 def restore(learn: Learner, r: Any) -> None:

@@ -57,6 +57,7 @@ class GlobalBatch(LocalBatch):
         total = n * learn.world.data_size if self.is_even else sum_over_shards(n, learn.world)
         return (n, total) if total else None
 
+    @override
     def has_local_samples(self, learn: Learner) -> bool:
         "Return True if the batch has samples of this rank; a filler batch only keeps the ranks in step."
         share = self._shares[learn.training]

@@ -113,11 +113,6 @@ class ManyProcesses(OneProcess):
         "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
 
-    @property
-    def has_local_samples(self) -> bool:  # type: ignore[override]  # read-only: the batch decides
-        "True if the batch has samples of this rank."
-        return self.batch.has_local_samples(self.learn)
-
     # -- checkpoints -----------------------------------------------------------------------------
 
     @override

@@ -30,6 +30,10 @@ class LocalBatch:
         "Return the number of samples of the batch over all ranks."
         return count_samples(learn)
 
+    def has_local_samples(self, learn: Learner) -> bool:
+        "Return True if the batch has samples of this rank."
+        return True
+
     def total_weight(self, learn: Learner) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
         weights = learn.parts.loss_weights
@@ -61,7 +65,6 @@ class OneProcess:
 
     batch = LocalBatch()
     shards_loaders = False  # True if each rank's loaders are made from loaders that all ranks have
-    has_local_samples = True  # False on a rank without samples in the batch
 
     def run(
         self,

@@ -148,9 +148,8 @@ def open_run(
         check_can_run(learn)
     with learn.run.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
-        convention: dict[
-            str, Any
-        ] = {}  # functions of the loop that a model of whole batches replaces
+        # functions of the loop that a model of whole batches replaces
+        convention: dict[str, Any] = {}
         grad = torch.is_grad_enabled()
         began = perf_counter()
         held = hold_others(learn, kind)
@@ -230,7 +229,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
         forget_run(learn)
     callbacks.end_run()
     learn.parts.positions.close()
-    learn.run.resuming = None
+    run.resuming = None
     learn.resumed = False
     learn.error = None
     run.stopping = run.starts_over = False

@@ -32,12 +32,15 @@ from learnkit.metrics.base import Mean, Metric
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-# classes whose attributes belong to the object alone
-OWNER_TYPES = (
+TRAINING_TYPES = (
     nn.Module,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
+)
+# classes whose attributes belong to the object alone
+OWNER_TYPES = (
+    *TRAINING_TYPES,
     Callback,
     Metric,
     Mean,

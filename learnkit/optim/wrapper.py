@@ -140,6 +140,11 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(set(params)) < len(params):
             raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
 
+    @property
+    def has_modes(self) -> bool:
+        "True if an optimizer has separate weights for training and evaluation."
+        return bool(self._switching)
+
     # torch's methods leave out most attributes
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

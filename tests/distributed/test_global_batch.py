@@ -63,7 +63,7 @@ class Notes(Callback):
                 'samples': batch.count_samples(learn),
                 'weight': 0.0 if weight is None else float(weight),  # None for a sum
                 'loss': float(batch.mean_loss(learn)),
-                'is local': learn.parts.processes.has_local_samples,
+                'is local': batch.has_local_samples(learn),
                 'parts': [len(xb[0]) for xb, _ in batch.split(learn, learn.xb, learn.yb, 3)],
             }
         )
@@ -119,14 +119,16 @@ def test_an_evaluation_within_a_batch_leaves_its_samples() -> None:
         noted: list[Any] = []
 
         def evaluate(cb: Any) -> None:
-            processes = cb.learn.parts.processes
-            before = processes.has_local_samples, processes.batch.count_samples(cb.learn)
+            batch = cb.learn.parts.processes.batch
+
+            def count() -> Any:
+                return batch.has_local_samples(cb.learn), batch.count_samples(cb.learn)
+
+            before = count()
             xb, yb = cb.learn.xb, cb.learn.yb
             cb.learn.validate()
             cb.learn.xb, cb.learn.yb = xb, yb
-            noted.append(
-                [before, (processes.has_local_samples, processes.batch.count_samples(cb.learn))]
-            )
+            noted.append([before, count()])
 
         with_evaluation = Callback(after_step=evaluate, run_valid=False)
         learn = make_learner(make_dls(N, 4, n_valid=14), cbs=with_evaluation)
