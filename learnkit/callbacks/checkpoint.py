@@ -100,6 +100,9 @@ class Checkpoint(CheckpointWriter, Callback):
     the last upload, also on SIGTERM. Two runs cannot share a store's folder. The first checkpoint of a fit names the
     callbacks with files that a new machine would lack.
 
+    With `on_pause=True`, a pause (`learn.pause()`, `pause_at=`, Ctrl-C in a training batch) also writes a checkpoint,
+    from which a new process resumes at the same batch.
+
     On SIGTERM the current batch, or the current evaluation, is finished, a checkpoint is written, and the process calls
     the earlier signal handler and exits with code 143; in IPython the fit ends. `preemption=False` installs no signal
     handler.
@@ -136,6 +139,7 @@ class Checkpoint(CheckpointWriter, Callback):
         trainable_only: bool = False,  # whether to leave out weights that are frozen from the start
         rehearse: bool = True,  # whether the first checkpoint of a fit warns of what would be lost
         mirror: str | None = None,  # URL of a store for copies, such as 's3://bucket/run'
+        on_pause: bool = False,  # whether a pause of the fit writes a checkpoint
     ) -> None:
         try:
             self.every = None if every is None else as_time(every, 'ep')
@@ -160,6 +164,8 @@ class Checkpoint(CheckpointWriter, Callback):
         self.rehearse = rehearse
         self.preemption = preemption
         self.trainable_only = trainable_only
+        self.on_pause = on_pause
+        self._saved_at: tuple[str, int] | None = None  # point and batches of the last checkpoint
         self.mirror = None if mirror is None else Mirror(mirror)
         self._uploader: Uploader | None = None  # in rank 0, during a fit
         self._has_named_files = False  # whether this fit has named the files of other callbacks
@@ -362,15 +368,25 @@ class Checkpoint(CheckpointWriter, Callback):
         The method can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises
         `CheckpointError` elsewhere, and an error of writing the previous checkpoint.
         """
-        return self._save(self.background)
-
-    def _save(self, background: bool) -> Path:
-        learn = self.learn
-        point = checkpoint_point(learn)
+        point = checkpoint_point(self.learn)
         if not point:
             raise CheckpointError(
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint only.'
             )
+        return self._save(point, self.background)
+
+    @override
+    def save_pause(self, point: str) -> None:
+        "Write a checkpoint if the fit is paused and `on_pause` is True, unless this batch has one."
+        if self.on_pause and self._saved_at != (point, self.learn.parts.counters.batches):
+            self._save(point, background=False)
+
+    def _save(
+        self,
+        point: str,  # 'batch', 'epoch' or 'iteration'
+        background: bool,
+    ) -> Path:
+        learn = self.learn
         learn.world.run_on_all(self._wait)
         self._rehearse(point)
         state = self._collect_state(point, background)
@@ -378,6 +394,7 @@ class Checkpoint(CheckpointWriter, Callback):
         self._name_other_files()
         if files:
             state['files'] = files
+        self._saved_at = point, learn.parts.counters.batches
         write = partial(self._write, state, path, self._make_info(point))
         is_writer = learn.world.is_first or 'parts' in state
         if not background:
@@ -568,7 +585,7 @@ class Checkpoint(CheckpointWriter, Callback):
             self._note_measured(recorder.measured)
 
     def _save_and_leave(self) -> None:
-        path = self._save(background=False)
+        path = self._save(checkpoint_point(self.learn), background=False)
         if self.learn.world.is_first:
             print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)
         self._finish_uploads()
@@ -613,6 +630,7 @@ class Checkpoint(CheckpointWriter, Callback):
         self._has_folder = False
         self._run_id = ''
         self._has_named_files = False
+        self._saved_at = None
         self._thread = None
         self._memory = None
         self._run_entries = []

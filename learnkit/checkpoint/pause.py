@@ -157,6 +157,8 @@ def keep_pause(learn: Learner, call: FitCall, error: BaseException) -> None:
     "Keep the fit that this exception has ended, if it can continue; called before the end of the run."
     if isinstance(error, FitPaused):
         learn.run.pause = make_pause(learn, call, error.point)
+        for writer in list_checkpoint_writers(learn):
+            writer.save_pause(error.point)
         learn._end_cleanup()
         learn.opt.zero_grad()
         return

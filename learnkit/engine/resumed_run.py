@@ -110,6 +110,10 @@ class CheckpointWriter(ABC):
     def checkpoint_folder(self) -> Path:
         "Return the folder of the checkpoints."
 
+    @abstractmethod
+    def save_pause(self, point: str) -> None:
+        "Write a checkpoint of a fit that pauses at a point, 'batch' or 'epoch', if that was asked for."
+
 
 def list_checkpoint_writers(learn: Learner) -> list[CheckpointWriter]:
     "Return the callbacks that write checkpoints."

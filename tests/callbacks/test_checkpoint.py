@@ -30,6 +30,7 @@ from learnkit.checkpoint import host
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries, load_state
 from learnkit.metrics import mae
+from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 N = 5  # batches an epoch, of 4 samples each
 
@@ -474,3 +475,74 @@ def test_the_header_of_a_file(tmp_path: Path) -> None:
     assert (info['point'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 3)
     tensors = load_file(tmp_path / names(tmp_path)[-1])  # by the library alone
     assert torch.equal(tensors['model.0.weight'], learn.model[0].weight)
+
+
+# -- pauses ----------------------------------------------------------------------------------------
+
+PAUSED = """
+import sys, torch
+from torch import nn
+from learnkit import Checkpoint, DataLoaders, Learner
+
+folder, step = sys.argv[1:]
+torch.manual_seed(0)
+x = torch.randn(20, 3)
+dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=1)
+model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+cbs = Checkpoint(None, on_pause=True)
+learn = Learner(dls, model, nn.MSELoss(), lr=0.1, path=folder, cbs=cbs)
+learn.logger = lambda row: None
+if step == 'pause':
+    learn.fit_one_cycle(3, pause_at='7ba')
+    learn.resume(lr_scale=0.5, pause_at='9ba')
+elif step == 'interrupt':
+    import signal
+
+    def press(module, args):
+        if learn.time.ba == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    model.register_forward_pre_hook(press)
+    try:
+        learn.fit_one_cycle(3, resume=True)
+    except KeyboardInterrupt as e:
+        print(e)
+else:
+    if step == 'straight':
+        learn.fit_one_cycle(3, pause_at='7ba')
+        learn.resume(lr_scale=0.5)
+    else:
+        torch.manual_seed(9)
+        learn.fit_one_cycle(3, resume=True)
+    print(learn.history.changes)
+    print([p.tolist() for p in model.parameters()], learn.time.ba)
+"""
+
+
+def test_a_pause_is_resumed_in_a_new_process(tmp_path: Path) -> None:
+    straight = output_of(PAUSED, tmp_path / 'straight', 'straight', has=OPTIMIZER_MODULES)
+    folder = tmp_path / 'checkpoints'
+    output_of(PAUSED, tmp_path, 'pause', has=OPTIMIZER_MODULES)
+    names = ['00001-ep1-ba7.ckpt', '00002-ep1-ba9.ckpt', '00003-ep2-ba11.ckpt']
+    assert sorted(p.name for p in folder.glob('*.ckpt')) == names[:2]
+    assert '11ba' in output_of(PAUSED, tmp_path, 'interrupt', has=OPTIMIZER_MODULES)
+    assert sorted(p.name for p in folder.glob('*.ckpt')) == names
+    resumed = output_of(PAUSED, tmp_path, 'resume', has=OPTIMIZER_MODULES)
+    assert resumed.splitlines()[-2:] == straight.splitlines()[-2:]
+
+
+def test_a_pause_has_one_checkpoint(tmp_path: Path) -> None:
+    learn = make(Checkpoint('2ba', keep_last=None, on_pause=True), path=tmp_path)
+    learn.fit(2, pause_at='4ba')
+    learn.resume(pause_at='1ep')
+    learn.resume(pause_at='7ba')
+    learn.resume()
+    found = [(e.info['point'], e.info['ba']) for e in entries(tmp_path / 'checkpoints')]
+    expected = [('batch', n) for n in (2, 4, 6, 7, 8, 10)]
+    assert sorted(found) == sorted([*expected, ('epoch', 5), ('epoch', 10)])
+
+
+def test_a_pause_writes_nothing_unless_asked(tmp_path: Path) -> None:
+    learn = make(Checkpoint(None), path=tmp_path)
+    learn.fit(2, pause_at='4ba')
+    assert not list((tmp_path / 'checkpoints').glob('*.ckpt'))
