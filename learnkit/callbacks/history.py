@@ -27,7 +27,7 @@ class History(list[dict[str, Any]]):
         rows: Iterable[dict[str, Any]] = (),
         changes: Iterable[
             dict[str, Any]
-        ] = (),  # changes of a fit that was paused: batch, what, old, new
+        ] = (),  # changes of a fit that was paused: batch, epoch, what, old, new
     ) -> None:
         super().__init__(rows)
         self.changes = list(changes)
@@ -62,6 +62,17 @@ class History(list[dict[str, Any]]):
                 cells['time'] = format_seconds(row['time'])
             rows.append([cells.get(name) for name in names])
         return table(names, rows)
+
+
+def describe_change(
+    change: dict[str, Any],  # entry of `History.changes`
+) -> str:
+    """Return a change of a paused fit as text.
+
+    >>> describe_change({'ba': 613, 'ep': 2, 'what': 'lr', 'old': '0.01', 'new': '0.003'})
+    'lr 0.01 -> 0.003'
+    """
+    return f'{change["what"]} {change["old"]} -> {change["new"]}'
 
 
 class Values(L):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastcore.foundation import L
 
 from learnkit.callbacks.columns import Columns
+from learnkit.callbacks.history import describe_change
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
@@ -44,7 +45,8 @@ class Plots:
     ) -> Any:
         """Draw the smoothed training loss by step and the validation losses by epoch; return the axes.
 
-        The plot shows the last fit. All steps are drawn if there are no more than `skip_start`.
+        The plot shows the last fit; a dashed line marks what was changed before `learn.resume()`. All
+        steps are drawn if there are no more than `skip_start`.
         Raises `MetricError` before the first step.
         """
         losses = self.smooth_loss.smooth
@@ -61,6 +63,7 @@ class Plots:
         valid_losses = self.valid_losses if with_valid else {}
         for i, (name, points) in enumerate(valid_losses.items(), 1):
             draw(*zip(*points, strict=True), 'o-', color=color(i), markersize=4, label=name)
+        self._mark_changes(ax, with_text=True)
         ax.set(xlabel='step', ylabel='loss', title='learning curve')
         ax.legend()
         return ax
@@ -68,7 +71,7 @@ class Plots:
     @property
     def valid_losses(self) -> dict[str, Points]:
         "Validation losses of every evaluation of the last fit, by loader."
-        n_before = self.learn.time.ba - self.smooth_loss.count  # batches of earlier fits
+        n_before = self._count_earlier()
         losses: dict[str, Points] = {}
         for evaluation in self.evaluations:
             step = evaluation['ba'] - n_before
@@ -78,6 +81,21 @@ class Plots:
                     losses.setdefault(dl_name, []).append([step, float(value)])
         return losses
 
+    def _count_earlier(self) -> int:
+        "Return the number of batches of earlier fits."
+        n: int = self.learn.time.ba - self.smooth_loss.count
+        return n
+
+    def _mark_changes(self, ax: Any, with_text: bool = False) -> None:
+        "Mark the steps of the last fit at which it was paused and changed."
+        texts: dict[int, list[str]] = {}
+        for change in self.history.changes:
+            step = change['ba'] - self._count_earlier()
+            if step > 0:
+                texts.setdefault(step, []).append(describe_change(change))
+        for step, lines in texts.items():
+            draw_change(ax, step, '\n'.join(lines) if with_text else '')
+
     def plot_metrics(
         self,
         names: Any = None,  # names of metrics ('accuracy') or columns; None: all printed columns
@@ -86,8 +104,8 @@ class Plots:
         """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
 
         The plot shows all fits, also from before a resume; a dotted line marks the start of each
-        further fit. Raises `MetricError` for a name that was not recorded, and before the first
-        epoch.
+        further fit, a dashed line what was changed before `learn.resume()`. Raises `MetricError` for
+        a name that was not recorded, and before the first epoch.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -103,6 +121,8 @@ class Plots:
         axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))
         for panel, (metric, lines) in zip(axs, panels.items(), strict=True):
             draw_epochs(panel, starts, lines)
+            for epoch in dict.fromkeys(change['ep'] for change in self.history.changes):
+                draw_change(panel, epoch - 0.5)
             panel.set_ylabel(metric)
         return axs
 
@@ -149,6 +169,7 @@ class Plots:
         axs = new_axes(len(keys), len(keys), figsize or (4.5 * len(keys), 3.2))
         for key, ax in zip(keys, axs, strict=True):
             ax.plot(hps[key], color=color(0))
+            self._mark_changes(ax)
             ax.set(xlabel='step', ylabel=key)
         return axs
 
@@ -173,6 +194,27 @@ def _split_column(column: str, loader_names: set[str]) -> tuple[str, str]:
             return column.removeprefix(f'{source}_'), source
     source, _, metric = column.rpartition('/')
     return (metric, source) if metric and source in loader_names else (column, 'valid')
+
+
+def draw_change(
+    ax: Any,  # matplotlib axes
+    x: float,  # step or epoch
+    text: str = '',  # text at the top of the line
+) -> None:
+    "Mark a change of a paused fit by a dashed line."
+    ax.axvline(x, color='grey', linestyle='--', linewidth=1)
+    if text:
+        ax.annotate(
+            text,
+            (x, 1),
+            xycoords=('data', 'axes fraction'),
+            xytext=(3, -3),
+            textcoords='offset points',
+            va='top',
+            rotation='vertical',
+            fontsize='small',
+            color='grey',
+        )
 
 
 def draw_epochs(

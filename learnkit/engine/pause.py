@@ -248,6 +248,11 @@ class PausedState(ResumeState):
         return PausedRun(positions, self, self.open_pass)
 
 
+def resumes_in_memory(learn: Learner) -> bool:
+    "Return True while a paused fit begins to continue, with the callbacks that it had."
+    return isinstance(learn.run.resuming, PausedState)
+
+
 class PausedRun(ResumedRun):
     "Epochs and batches that remain of a paused fit. The open pass is continued by the same iterator."
 

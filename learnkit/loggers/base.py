@@ -12,6 +12,7 @@ from weakref import WeakSet
 from torch import Tensor
 from typing_extensions import override
 
+from learnkit.callbacks.history import describe_change
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import OptionError
 from learnkit.core.files import check_folder
@@ -19,6 +20,7 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import Every
+from learnkit.engine.pause import resumes_in_memory
 from learnkit.loggers.grid import arrange_images
 from learnkit.loggers.values import (
     configuration,
@@ -47,6 +49,7 @@ class Logger(Callback):
     - the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on, except values that were
       logged with `shown=False` (by monitors)
     - images, text and settings, from `log_images`, `log_text` and `log_params`
+    - the text `changes`, of what was changed before `learn.resume()`
 
     The values of one step are written together, after the step, at the next time that something is due. If a batch
     fails, the values logged before the failure are written as a step.
@@ -179,6 +182,17 @@ class Logger(Callback):
         self._first_batch = learn.parts.counters.batches
         self._is_new_fit = True
         self._has_failed = False
+        if resumes_in_memory(learn):
+            learn.parts.callbacks.check_once(self, 'before_batch', self._log_changes)
+
+    def _log_changes(self) -> None:
+        "Log what was changed while the fit was paused, at the step of its first batch."
+        recorder = recorder_of(self.learn)
+        ba = self.learn.parts.counters.batches
+        changes = [] if recorder is None else recorder.history.changes
+        texts = [describe_change(change) for change in changes if change['ba'] == ba]
+        if texts:
+            self.send_text('changes', f'{ba}ba: {"; ".join(texts)}')
 
     def before_batch(self) -> None:
         "Write finished steps if they are due."

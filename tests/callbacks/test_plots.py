@@ -124,3 +124,30 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
     assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'
+
+
+def lines_at(ax: Any) -> list[float]:
+    "Return the positions of the dashed vertical lines."
+    return [line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == '--']
+
+
+def test_changes_of_a_paused_fit_are_marked() -> None:
+    learn = synth_learner(n_train=10)
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(1, pause_at='4ba')
+        learn.resume(lr=0.5)
+        learn.fit(2, pause_at='22ba')
+        learn.loss_func = torch.nn.L1Loss()
+        learn.resume(lr_scale=0.5, pause_at='26ba')
+        learn.resume(lr_scale=0.5)
+    recorder = learn.recorder
+    ax = recorder.plot_loss()
+    assert lines_at(ax) == [12, 16]
+    lr = float(learn.lr)
+    assert [t.get_text() for t in ax.texts] == [
+        f'lr {lr:g} -> {lr / 2:g}\nloss MSELoss -> L1Loss',
+        f'lr {lr / 2:g} -> {lr / 4:g}',
+    ]
+    assert all(lines_at(ax) == [12, 16] for ax in recorder.plot_sched())
+    (ax,) = recorder.plot_metrics()
+    assert lines_at(ax)[-2:] == [-0.5, 1.5]

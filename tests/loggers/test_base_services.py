@@ -1,5 +1,6 @@
 """What the loggers of all services do."""
 
+from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -8,7 +9,7 @@ import pytest
 
 from learnkit import OptionError
 from tests.helpers.log_server import LogHandler, PostLogger, run_address, server_points
-from tests.helpers.log_services import SERVICES
+from tests.helpers.log_services import SERVICES, tensorboard, wandb_points
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
 # both in one picture, with a white gap
@@ -74,3 +75,39 @@ def test_a_server_that_refuses(tmp_path: Path) -> None:
     assert learn.time.ba == 5 and server_points(tmp_path, 'half') == []
     learn.fit(1)
     assert [step for step, _ in server_points(tmp_path, 'half')] == list(range(6, 16))
+
+
+def find_changes(path: Path, name: str) -> list[tuple[int, str]]:
+    "Return the step and the text of each entry `changes` of a service's log."
+    if name == 'tensorboard':
+        entries = tensorboard(path / 'tb').Tensors('changes/text_summary')
+        return [(e.step, e.tensor_proto.string_val[0].decode()) for e in entries]
+    if name == 'wandb':
+        texts = {p.name: p.read_text() for p in path.rglob('changes_*.html')}
+        found = wandb_points(path, 'changes')
+        return [(step, unescape(texts[Path(v['path']).name])) for step, v in found]
+    files = list(path.rglob('changes-*.txt'))
+    return sorted((int(p.stem.partition('-')[2]), p.read_text()) for p in files)
+
+
+@pytest.mark.parametrize('name', ['tensorboard', 'wandb', 'mlflow'])
+def test_changes_of_a_paused_fit(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name)
+    make, points = {n: (make, points) for n, make, points in SERVICES}[name]
+    train = plain_losses(2)[0]
+    learn = learner(tmp_path, make(every='5ba'))
+    learn.fit(2, pause_at='7ba')
+    learn.resume(pause_at='12ba')
+    learn.wd = 0.0
+    learn.resume()
+    learn.fit(1, pause_at='23ba')
+    learn.resume(lr_scale=1.5, pause_at='26ba')
+    learn.resume(lr_scale=0.5)
+    learn.close()
+    expected = [(s, pytest.approx(train[s - 1], rel=1e-6)) for s in (5, 10, 15, 20)]
+    assert points(tmp_path, 'loss')[:4] == expected
+    lrs = [f'{learn.lr * f:.6g}' for f in (1, 1.5, 0.75)]
+    lines = [f'23ba: lr {lrs[0]} -> {lrs[1]}', f'26ba: lr {lrs[1]} -> {lrs[2]}']
+    found = find_changes(tmp_path, name)
+    assert [step for step, _ in found] == [24, 27]
+    assert all(line in text for line, (_, text) in zip(lines, found, strict=True))

@@ -200,3 +200,23 @@ def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
     assert steps(tmp_path / name) == [10, 20]
+
+
+@BOTH
+def test_a_paused_fit_has_the_log_of_one_that_was_not(tmp_path: Path, cls: Any, name: str) -> None:
+    straight = learner(tmp_path / 'a', LogHalf, cls(every='3ba'))
+    straight.fit(2)
+    learn = learner(tmp_path / 'b', LogHalf, cls(every='3ba'))
+    learn.fit(2, pause_at='7ba')
+    learn.resume(pause_at='10ba')
+    learn.wd = 0.0
+    learn.resume()
+    rows = [read_log(tmp_path / folder / name) for folder in 'ab']
+    for row in (*rows[0], *rows[1]):
+        row.pop('epoch/time', None)
+    assert rows[0] == rows[1]
+    learn.fit(1, pause_at='23ba')
+    learn.resume(lr=0.5)
+    texts = tmp_path / 'b' / f'{name}.texts'
+    assert [p.name for p in texts.iterdir()] == ['changes-24.txt']
+    assert (texts / 'changes-24.txt').read_text() == f'23ba: lr {learn.lr:.6g} -> 0.5'
