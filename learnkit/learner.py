@@ -389,6 +389,7 @@ class Learner(Loop):
         lr_scale: float | None = None,  # factor of the rates of the rest of the fit
         n_epoch: int | None = None,  # new number of epochs of the fit, with those that were trained
         stretch: bool = False,  # stretch the schedules to the new number; False: keep their length
+        at_once: bool = False,  # use a new training loader for the rest of the epoch; False: behind it
         pause_at: int | str | Time | None = None,  # as for `fit`
     ) -> None:
         """Continue the paused fit in memory, at the exact batch; `fit(resume=True)` reads a file of a checkpoint.
@@ -399,14 +400,17 @@ class Learner(Loop):
         the callbacks' states are restored. `after_fit` fires once, at the real end. Evaluations, predictions,
         `summary`, `save` and `lr_find` do not move the paused fit; a new `fit` or `learn.close()` ends it.
 
-        What was changed in between holds for the rest of the fit: weights, loss function, metrics, callbacks, frozen
-        layers, and hyperparameters that no schedule sets. Another training loader holds from the next epoch on. Each
-        change is printed, and kept in `learn.history.changes`.
+        What was changed in between holds for the rest of the fit: weights, layers, loss function, metrics, callbacks,
+        frozen layers, `learn.wd`, `learn.lr`, and hyperparameters that no schedule sets. Another training loader holds
+        from the next epoch on. With `at_once=True` it gives the samples that this epoch has left: two `TensorLoader` or
+        two of torch's DataLoader, with the same data in the same order. Each change is printed, marked in plots, and
+        sent to loggers; `learn.history.changes` and checkpoints keep it.
 
         After an exception before the optimizer's step, the batch is repeated; after the step, the fit continues behind
         the batch. What is not exact is printed.
 
-        Raises `FitError` if there is no paused fit, and `OptionError` for arguments that exclude each other.
+        Raises `FitError` if there is no paused fit, and `OptionError`, with nothing changed, for arguments that exclude
+        each other, a schedule whose highest rate is unknown, and a loader that cannot be used at once.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(n_train=10, lr=0.1)

@@ -2,7 +2,8 @@
 """Schedules: hyperparameters as functions of the progress of a fit.
 
 A schedule is a function of one number, the fraction of the fit that is done (0 to 1). A schedule
-has no state: a resumed fit continues it exactly, and it stretches over the length of any fit.
+has no state except what `learn.resume` has changed: a resumed fit continues it exactly, and it
+stretches over the length of any fit.
 `learnkit.optim.annealing` holds the functions that schedules are made of.
 `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
 
@@ -14,6 +15,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.resume import find_checkpoint
@@ -25,6 +27,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.optimizer import prepare_opt
+from learnkit.engine.pause import resumes_in_memory
 from learnkit.engine.resumed_run import check_rewound
 from learnkit.engine.traits import trait_of
 from learnkit.optim.annealing import (
@@ -65,7 +68,8 @@ class ParamScheduler(Callback):
     """Set hyperparameters before every training batch, each by a function of `pct_train`.
 
     A schedule returns one value, or a list, array or tensor with one value per param group.
-    Checkpointed: nothing, since schedules have no state. Raises `ScheduleError` for a schedule that
+    Checkpointed: the factor and the length that `learn.resume` has given to the schedules; they
+    have no other state. Raises `ScheduleError` for a schedule that
     is not callable; before training, `OptimizerError` for a name that the optimizer does not have
     and for a wrong number of values.
 
@@ -96,6 +100,11 @@ class ParamScheduler(Callback):
                 raise ScheduleError(
                     f'The schedule of {name} is {f!r}: give a function of the position, such as SchedCos(1, 0).'
                 )
+        # highest learning rates, a number or an array by group; None: unknown
+        self.highest: Any = None
+        self.lr_scale: Any = None  # factor of the learning rate, a number or an array by group
+        self.length: float | None = None  # length of the schedules in epochs; None: of the fit
+        self._is_kept = False  # whether the fit continues a paused one
         self._opt: Any = None  # optimizer that `_plan` was made for
         # torch optimizers of `_opt`, with their param groups at that time
         self._known: list[tuple[Any, list[dict[str, Any]]]] = []
@@ -107,8 +116,11 @@ class ParamScheduler(Callback):
         return f'{type(self).__name__}({self.scheds})'
 
     def before_fit(self) -> None:
-        for name, f in self.scheds.items():
-            self._list_values(name, f(min(self.learn.pct_train, 1.0)))
+        self._is_kept = resumes_in_memory(self.learn)
+        if not self._is_kept:
+            self.lr_scale = self.length = None  # of an earlier fit
+        for name in self.scheds:
+            self._list_values(name, self._find_schedule(name)(min(self.learn.pct_train, 1.0)))
         others = [type(cb).__name__ for cb in self.learn.cbs if trait_of(cb, 'sets_lr')]
         if 'lr' in self.scheds and others:
             warn_user(
@@ -119,15 +131,42 @@ class ParamScheduler(Callback):
     def before_batch(self) -> None:
         self._update_val(self.learn.pct_train)
 
-    def change(
+    def find_highest_lrs(self) -> list[float] | None:
+        "Return the highest learning rate of each group, or of all groups; None: unknown."
+        if self.highest is None:
+            return None
+        scale = 1.0 if self.lr_scale is None else self.lr_scale
+        return [float(rate) for rate in np.atleast_1d(self.highest * scale)]
+
+    def scale_lr(
         self,
-        scale: Any = 1.0,  # factor of the learning rate, a number or an array by group
-        share: float = 1.0,  # length of the fit, relative to that of the schedules
+        factors: list[float],  # one of each group
     ) -> None:
-        "Scale the schedule of the learning rate, and keep the length of all schedules in a fit of another length."
-        for name, f in self.scheds.items():
-            self.scheds[name] = _ChangedSchedule(f, scale if name == 'lr' else 1.0, share)
-        self._opt = None
+        "Multiply the learning rates of the rest of the fit."
+        scale: Any = factors[0] if len(set(factors)) == 1 else np.array(factors)
+        self.lr_scale = scale if self.lr_scale is None else self.lr_scale * scale
+
+    def change_length(
+        self,
+        old: int,  # number of epochs of the fit
+        new: int,  # number of epochs from now on
+        stretch: bool,  # whether the schedules become as much longer as the fit
+    ) -> None:
+        "Keep or stretch the schedules of a fit whose number of epochs changes."
+        if not stretch and self.length is None:
+            self.length = old
+        elif stretch and self.length is not None:
+            self.length *= new / old
+
+    def _find_schedule(self, name: str) -> Schedule:
+        "Return the schedule of a hyperparameter, with what `learn.resume` has changed."
+        f = self.scheds[name]
+        scale = self.lr_scale if name == 'lr' else None
+        if scale is None and self.length is None:
+            return f
+        n_epoch = self.learn.n_epoch
+        share = 1.0 if self.length is None or n_epoch is None else n_epoch / self.length
+        return _ChangedSchedule(f, scale, share)
 
     def _update_val(self, pct: float) -> None:
         "Set every hyperparameter to its value at a position of the fit."
@@ -162,10 +201,10 @@ class ParamScheduler(Callback):
             opt.split_groups()
         hypers = opt.hypers
         self._plan = []
-        for name, f in self.scheds.items():
+        for name in self.scheds:
             least = 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf
             locations = [(*found, i) for i, h in enumerate(hypers) for found in h.find(name)]
-            self._plan.append((name, f, least, locations))
+            self._plan.append((name, self._find_schedule(name), least, locations))
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
         self._n_groups = len(hypers)
         self._opt = opt
@@ -184,22 +223,46 @@ class ParamScheduler(Callback):
 
     def cleanup(self) -> None:
         # the optimizer and the param groups hold the parameters
+        self._is_kept = False
         self._opt = None
         self._known = []
         self._plan = []
+
+    @override
+    def state_dict(self) -> dict[str, Any] | None:
+        "Return what `learn.resume` has changed; None if it has changed nothing."
+        if self.lr_scale is None and self.length is None:
+            return None
+        scale = self.lr_scale.tolist() if isinstance(self.lr_scale, np.ndarray) else self.lr_scale
+        return {'lr_scale': scale, 'length': self.length}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore what `learn.resume` had changed in the run of a checkpoint."
+        if self._is_kept:
+            return  # `learn.resume` may have changed it since the state was taken
+        scale = sd['lr_scale']
+        self.lr_scale = np.array(scale) if isinstance(scale, list) else scale
+        self.length = sd['length']
+        self._opt = None  # make the plan again
 
 
 class _ChangedSchedule:
     "Schedule with its value scaled, and its positions those of a fit of another length."
 
-    def __init__(self, f: Schedule, scale: Any, share: float) -> None:
+    def __init__(
+        self,
+        f: Schedule,
+        scale: Any,  # factor of the value, a number or an array by group; None: 1
+        share: float,  # length of the fit, relative to the length of the schedule
+    ) -> None:
         self.f = f
         self.scale = scale
         self.share = share
 
     def __call__(self, pct: float) -> Any:
         value = self.f(min(1.0, pct * self.share))
-        return value if type(self.scale) is float and self.scale == 1.0 else value * self.scale
+        return value if self.scale is None else value * self.scale
 
 
 def fit_one_cycle(
@@ -343,12 +406,13 @@ def _fit_with_schedules(
     prepare_opt(learn, lr, wd, reset_opt)
     found = [float(h['lr']) for h in learn.opt.hypers]
     rates: Any = found[0] if len(found) == 1 else np.array(found)
-    cbs = [ParamScheduler(make_scheds(rates)), *as_list(cbs)]
+    scheduler = ParamScheduler(make_scheds(rates))
+    scheduler.highest = rates
     learn.fit(
         n_epoch,
         rates,
         wd=wd,
-        cbs=cbs,
+        cbs=[scheduler, *as_list(cbs)],
         start_epoch=start_epoch,
         resume=resume,
         pause_at=pause_at,

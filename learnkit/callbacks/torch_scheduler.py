@@ -18,6 +18,7 @@ from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import as_number
 from learnkit.engine.callback import Callback
+from learnkit.engine.pause import resumes_in_memory
 from learnkit.optim.hyperparams import OPTIONS, list_values
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -33,8 +34,9 @@ class LRScheduler(Callback):
     compares relative to the best value, which is wrong for negative values: a warning recommends
     `threshold_mode='abs'`.
 
-    The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
-    the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded,
+    The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. After
+    `learn.resume(lr_scale=0.5)` the optimizer gets half of the scheduler's rates. Checkpointed: the
+    scheduler's state and this factor. Raises before training `MetricError` for a `monitor` that is not recorded,
     and `OptionError` for a scheduler whose `step` requires other arguments, as in timm.
 
     >>> from functools import partial
@@ -71,6 +73,8 @@ class LRScheduler(Callback):
         self.scheduler: Any = None  # scheduler of the last fit
         self._factory = scheduler
         self._view: Any = None  # param groups as the scheduler sees them
+        self.lr_scale: list[float] | None = None  # factors of the rates by group; None: 1
+        self._is_kept = False  # whether the fit continues a paused one
         # loaded state, until a fit has a scheduler that can load it
         self._loaded: dict[str, Any] | None = None
         # number of optimizer steps at the last check; None: unknown until the next batch
@@ -81,6 +85,9 @@ class LRScheduler(Callback):
 
     def before_fit(self) -> None:
         "Make the scheduler; restore a loaded state."
+        self._is_kept = resumes_in_memory(self.learn)
+        if not self._is_kept:
+            self.lr_scale = None  # of an earlier fit
         self._view = _GroupView(self.learn.opt)
         self.scheduler = self._factory(self._view)
         check_scheduler(self.scheduler)
@@ -96,6 +103,23 @@ class LRScheduler(Callback):
         if self._loaded is not None:
             self._load(self._loaded)
         self._warn_of_steps()
+
+    def find_highest_lrs(self) -> list[float]:
+        "Return the highest rate of each group: of the scheduler, or else the rate that it started from."
+        groups = self._view.param_groups
+        own = getattr(self.scheduler, 'max_lrs', None)  # CyclicLR
+        if own is None:
+            own = [g.get('max_lr', g.get('initial_lr', g['lr'])) for g in groups]
+        factors = self.lr_scale or [1.0] * len(groups)
+        return [float(rate) * factor for rate, factor in zip(own, factors, strict=True)]
+
+    def scale_lr(
+        self,
+        factors: list[float],  # one of each group
+    ) -> None:
+        "Multiply the learning rates of the rest of the fit."
+        before = self.lr_scale or [1.0] * len(factors)
+        self.lr_scale = [a * b for a, b in zip(before, factors, strict=True)]
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
@@ -161,7 +185,7 @@ class LRScheduler(Callback):
         self._view.write()
 
     def cleanup(self) -> None:
-        self._has_begun = False
+        self._has_begun = self._is_kept = False
 
     @override
     def state_dict(self) -> dict[str, Any] | None:
@@ -171,7 +195,11 @@ class LRScheduler(Callback):
         if self._has_begun:
             self._view.read()  # other callbacks may have set rates
         groups = [{**group, 'params': None} for group in self._view.param_groups]
-        return {'scheduler': keep_storable(self.scheduler.state_dict()), 'groups': deepcopy(groups)}
+        return {
+            'scheduler': keep_storable(self.scheduler.state_dict()),
+            'groups': deepcopy(groups),
+            'lr_scale': self.lr_scale,
+        }
 
     @override
     def load_state_dict(self, sd: dict[str, Any] | None) -> None:
@@ -186,9 +214,16 @@ class LRScheduler(Callback):
         self._n_steps = None
         sd = deepcopy(sd)  # some schedulers change the state that they load
         self.scheduler.load_state_dict(sd['scheduler'])
+        if not self._is_kept:
+            self.lr_scale = sd['lr_scale']
+        self._view.lr_scale = self.lr_scale
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True):
-            group.update({**values, 'params': group['params']})
-        self._view.write()
+            names = [name for name in values if not (self._is_kept and name in OPTIONS)]
+            group.update({name: values[name] for name in names}, params=group['params'])
+        if self._is_kept:
+            self._view.read()  # options may have been changed since the state was taken
+        else:
+            self._view.write()
 
 
 class _GroupView(torch.optim.Optimizer):
@@ -209,6 +244,8 @@ class _GroupView(torch.optim.Optimizer):
         self.defaults = dict(opt[0].defaults)
         self.param_groups = [join_groups(hypers.groups) for hypers in opt.hypers]
         self.error: OptimizerError | None = None  # of a value that was not written
+        # factors of the real rates, by group; None: 1
+        self.lr_scale: list[float] | None = None
         self.read()
 
     # torch's version would copy its own attributes only
@@ -217,21 +254,33 @@ class _GroupView(torch.optim.Optimizer):
 
     def read(self) -> None:
         "Copy the current options into the view."
-        for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
+        for i, (group, hypers) in enumerate(zip(self.param_groups, self.opt.hypers, strict=True)):
             for name in OPTIONS:
-                if name in hypers:
-                    value = hypers[name]
-                    group[name] = value.clone() if isinstance(value, Tensor) else value
+                if name not in hypers or self._is_scaled(i, name, group, hypers):
+                    continue
+                value = hypers[name]
+                if name == 'lr' and self.lr_scale is not None:
+                    value = value / self.lr_scale[i]
+                group[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def _is_scaled(self, i: int, name: str, group: dict[str, Any], hypers: Any) -> bool:
+        "Return True for a rate that was written here, which a division might round."
+        if name != 'lr' or self.lr_scale is None:
+            return False
+        return bool(hypers[name] == group[name] * self.lr_scale[i])
 
     def write(self) -> None:
         "Write the changed options to the optimizer, except for values that no batch can use."
         self.error = None
-        for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
+        for i, (group, hypers) in enumerate(zip(self.param_groups, self.opt.hypers, strict=True)):
             for name in OPTIONS:
                 if name in hypers and group[name] is not hypers[name]:
+                    value = group[name]
+                    if name == 'lr' and self.lr_scale is not None:
+                        value = value * self.lr_scale[i]
                     try:
-                        check_betas(group[name])
-                        hypers[name] = group[name]
+                        check_betas(value)
+                        hypers[name] = value
                     except OptimizerError as e:
                         self.error = self.error or e
 

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ _BEHIND_BATCH = ('after_batch', 'batch_checkpoint')
 _EVALUATION = ('after_cancel_train', 'after_train', 'before_eval', 'after_eval')
 
 
+Part = tuple[Any, str]  # weak reference to an object, and its description
+
+
 @dataclass
 class Settings:
     "Parts of a Learner that may be changed before a paused fit continues."
@@ -62,6 +66,11 @@ class Settings:
     frozen: list[str]
     train: Any
     hypers: list[dict[str, Any]]
+    model: Part
+    optimizers: list[Part]  # of torch
+    layers: dict[str, Part]  # modules of the model that have weights, by name
+    lr: Any  # `learn.lr` and `learn.wd`, from which a fit takes what it is not given
+    wd: Any
 
 
 @dataclass
@@ -400,7 +409,32 @@ def read_settings(learn: Learner, call: FitCall) -> Settings:
     frozen = [n for n, p in bare_model(learn.model).named_parameters() if not p.requires_grad]
     hypers = [dict(h) for h in learn.opt.hypers]
     cbs = [cb for cb in learn.cbs if not contains_object(call.added, cb)]
-    return Settings(learn.loss_func, list(learn.metrics), cbs, frozen, learn.dls.train, hypers)
+    return Settings(
+        loss_func=learn.loss_func,
+        metrics=list(learn.metrics),
+        cbs=cbs,
+        frozen=frozen,
+        train=learn.dls.train,
+        hypers=hypers,
+        model=_refer_to(bare_model(learn.model)),
+        optimizers=[_refer_to(opt) for opt in learn.opt.optimizers.values()],
+        layers=_list_layers(learn),
+        lr=learn.lr,
+        wd=learn.wd,
+    )
+
+
+def _refer_to(part: Any) -> Part:
+    return ref(part), type(part).__name__
+
+
+def _list_layers(learn: Learner) -> dict[str, Part]:
+    "Return the modules of the model that have weights of their own."
+    found = {}
+    for name, module in bare_model(learn.model).named_modules():
+        if name and any(True for _ in module.parameters(recurse=False)):
+            found[name] = ref(module), f'{type(module).__name__}({module.extra_repr()})'
+    return found
 
 
 def read_options(learn: Learner) -> list[dict[str, Any]]:

@@ -196,6 +196,14 @@ def fit_position(learn: Learner, r: ResumeState) -> None:
             'The checkpoint was taken between two batches of one step, and batches have another size now: keep the '
             'size, or take checkpoints between steps, `Checkpoint(every="100st")`.'
         )
+    move_loop(r, position)
+
+
+def move_loop(
+    r: ResumeState,
+    position: Mapping[str, Any],  # the position in the data, in batches of another size
+) -> None:
+    "Count the batches of the epoch as a position in the data does, whose share of the epoch is the same."
     n_drawn, n_iter = position['n'], position['drawn']['batches']
     loop = {**r.loop, 'n_drawn': n_drawn, 'iter': n_drawn - 1, 'n_iter': n_iter, 'length': None}
     if loop['n_epoch']:

@@ -532,6 +532,11 @@ def _has_index_lists(dl: Any) -> bool:
     return not isinstance(get_index_sampler(dl), Iterator)
 
 
+def lists_indices(dl: Any) -> bool:
+    "Return True for a loader of which a position can list the samples of each batch."
+    return _is_tensor_loader(dl) or _has_index_lists(dl)
+
+
 def _has_state(dl: Any) -> bool:
     "Return True for a loader whose own state a checkpoint holds; accelerate's wrappers hold a part of it only."
     if dl.__class__ is not type(dl):
