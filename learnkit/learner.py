@@ -341,7 +341,7 @@ class Learner(Loop):
         finally:
             self.run.request = None
         if request.is_interrupt:
-            raise KeyboardInterrupt(*self._describe_stop())
+            raise KeyboardInterrupt(*self._describe_stop()) from None
 
     def _describe_stop(self) -> list[str]:
         "Return the message of a Ctrl-C that has ended a fit behind a batch."

@@ -46,6 +46,7 @@ def resume(
     pause_at: Any,
 ) -> None:
     "Continue the paused fit; see `Learner.resume`."
+    __tracebackhide__ = True
     pause = learn.run.pause
     if learn.run.depth:
         raise FitError('learn.resume(): a run is under way.')

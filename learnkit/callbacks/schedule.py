@@ -277,6 +277,7 @@ def fit_one_cycle(
     **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train with a learning rate that rises and falls once."
+    __tracebackhide__ = True
     momentum = combined_cos(pct_start, *(learn.moms if moms is None else moms))
 
     def make_scheds(peak: Any) -> dict[str, Schedule]:
@@ -298,6 +299,7 @@ def fit_flat_cos(
     **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
+    __tracebackhide__ = True
 
     def make_scheds(flat: Any) -> dict[str, Schedule]:
         return {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
@@ -315,6 +317,7 @@ def fit_sgdr(
     **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
+    __tracebackhide__ = True
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
 
@@ -344,6 +347,7 @@ def fine_tune(
     pause_at: Any,
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
+    __tracebackhide__ = True
     shared = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
     check_rewound(learn, resume)
     with learn.added_cbs(cbs):
@@ -395,6 +399,7 @@ def _fit_with_schedules(
     pause_at: Any,
 ) -> None:
     "Prepare the optimizer for `fit`, make the schedules of its rates, and train."
+    __tracebackhide__ = True
     check_rewound(learn, resume)
     epochs, budget = parse_length(learn, n_epoch, start_epoch)
     if epochs and budget is None and epoch_length(learn, learn.dls.train)[0] is None:

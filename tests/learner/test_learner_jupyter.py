@@ -183,3 +183,71 @@ synth_learner(n_train=40, cbs=Mine()).fit(1)""")
     assert '----> 3         1 / 0' in plain(error)
     assert plain(error).splitlines()[-1].startswith(f'in Mine.{event} (epoch 0')
     assert 'skipping hidden' in plain(error)
+
+
+# -- stop, look, change, resume
+
+FIT = """
+def make(wait_s):
+    torch.manual_seed(0)
+    return synth_learner(n_train=60, lr=0.05, cbs=[Slow(wait_s)])
+
+def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+
+straight = make(0)
+torch.manual_seed(1)
+with straight.no_bar(): straight.fit_one_cycle(3)
+learn = make(0.02)
+torch.manual_seed(1)
+"""
+
+
+def test_the_stop_button_then_another_cell_then_resume(kernel: Kernel) -> None:
+    kernel.run(FIT)
+    for code, at in (('learn.fit_one_cycle(3)', '[1-9]'), ('learn.resume()', r'[2-5]\d')):
+        error = kernel.run(code, interrupt_at=f'train {at}/')[-1]
+        assert error.ename == 'KeyboardInterrupt' and 'learn.resume()' in error.evalue
+        n = kernel.value('learn.time.ba')
+        assert f'{n}ba' in error.evalue and 0 < int(n) < 180
+        [samples] = kernel.run('learn.paused.samples()')
+        assert '>loss</th>' in samples.data['text/html']
+        assert 'learn.resume()' in kernel.run('learn')[0].data['text/html']
+        kernel.run('learn.validate(); torch.rand(3)')
+    kernel.run('learn.slow.wait_s = 0')
+    [table] = kernel.run('learn.resume()')
+    assert [line.split()[0] for line in table.data['text/plain'].splitlines()][-1] == '2'
+    assert kernel.value('learn.paused, len(learn.history), learn.time.ba') == 'None 3 180'
+    assert kernel.value('all(map(torch.equal, weights(learn), weights(straight)))') == 'True'
+    same = 'learn.recorder.smooth_loss.raw == straight.recorder.smooth_loss.raw'
+    assert kernel.value(same) == 'True'
+
+
+def test_the_stop_button_then_a_lower_rate(kernel: Kernel) -> None:
+    kernel.run(FIT)
+    kernel.run('learn.fit_one_cycle(3)', interrupt_at=r'train [1-9]\d*/')
+    n = kernel.value('learn.time.ba')
+    kernel.run('learn.slow.wait_s = 0')
+    line, table = kernel.run('learn.resume(lr_scale=0.5)')
+    assert table.output_type == 'display_data', plain(table)
+    assert line.text == f'{n}ba: lr 0.05 -> 0.025\n'
+    factors = '[a / b for a, b in zip(learn.recorder.lrs, straight.recorder.lrs)]'
+    expected = [1.0] * int(n) + [0.5] * (180 - int(n))
+    assert json.loads(kernel.value(factors)) == pytest.approx(expected)
+
+
+def test_an_error_in_a_cell_that_is_corrected_and_run_again(kernel: Kernel) -> None:
+    kernel.run(FIT)
+    cell = """
+class Note(Callback):
+    def __init__(self): self.losses = []
+    def before_batch(self):
+        if self.training and self.time.ba == 70: self.losses.append({})
+"""
+    kernel.run(cell.format('self.lossess'))
+    kernel.run('learn.slow.wait_s = 0; learn.add_cb(Note())')
+    error = kernel.run('learn.fit_one_cycle(3)')[-1]
+    assert error.ename == 'MissingAttribute'
+    kernel.run(cell.format('self.loss'))
+    kernel.run('learn.resume()')
+    assert kernel.value('len(learn.note.losses), learn.time.ba') == '1 180'
+    assert kernel.value('all(map(torch.equal, weights(learn), weights(straight)))') == 'True'
