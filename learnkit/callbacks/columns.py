@@ -123,12 +123,16 @@ class Columns:
 
     def list_names(self) -> list[str]:
         "Return the names of the columns, in order."
+        names = ['epoch', *self.list_measured(), *self.recorder.logged_names]
+        return list(dict.fromkeys(names))
+
+    def list_measured(self) -> list[str]:
+        "Return the columns of losses and metrics, which are known without `learn.log`."
         train_columns = [
             column for m in self.select_metrics('train') for column in self.of_keys.columns(m.name)
         ]
         train = ['train_loss', *map(self._name_in_training, train_columns)]
-        names = ['epoch', *train, *self.list_evaluated(), *self.recorder.logged_names]
-        return list(dict.fromkeys(names))
+        return [*train, *self.list_evaluated()]
 
     def list_shown(self) -> L:
         "Return the names of the columns of a printed row."

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from math import isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.advice import check_metrics, contains_activation, warn_of_activation
 from learnkit.engine.callback import Callback
 from learnkit.engine.run import is_open
-from learnkit.metrics.averages import check_column, measures_batches
+from learnkit.metrics.averages import RESERVED, check_column, measures_batches
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merge_losses
 from learnkit.metrics.merge import check_mergeable, gather_on_host
 
@@ -43,7 +44,8 @@ __all__ = [
     'Recorder',
     'History',
     'epoch_row',
-    'find_column',
+    'check_monitor',
+    'read_monitor',
     'recorder_of',
     'records',
 ]
@@ -528,20 +530,54 @@ def records(cb: Any) -> Recorder:
     return found
 
 
-def find_column(cb: Any, monitor: str) -> int:
-    "Return the index of a column in `recorder.values[-1]`; raise `MetricError` if unknown."
+def check_monitor(cb: Any, monitor: str) -> None:
+    """Raise `MetricError` for a name that neither a column has nor `learn.log` can write.
+
+    A name that resembles a column is taken for a misspelled one. Any other name may be one of
+    `learn.log`: `read_monitor` raises after the first epoch with an evaluation if nothing wrote it."""
+    names = _list_columns(cb, monitor)
+    metrics = [m.name for m in cb.learn.metrics]
+    resembles = get_close_matches(monitor, names, n=1, cutoff=0.85)
+    if monitor not in names and (resembles or monitor in (*RESERVED, *metrics)):
+        raise _unknown_column(cb, monitor, names)
+
+
+def read_monitor(cb: Any, monitor: str) -> Any:
+    """Return the value of a column or of a name of `learn.log` in this epoch's row, or None if the epoch has none.
+
+    The first rank's logged value counts. Raises `MetricError` if nothing has written the name by the
+    first epoch with an evaluation."""
+    row = epoch_row(cb)
+    if row is None:
+        return None
+    recorder = records(cb)
+    if monitor in recorder.columns.list_measured():
+        return row.get(monitor)
+    is_evaluated = bool(recorder.measured) or not evaluation_loaders(cb.learn.dls)
+    is_missing = monitor not in row and is_evaluated
+    is_missing, value = cb.learn.world.broadcast((is_missing, row.get(monitor)))
+    if is_missing:
+        raise _unknown_column(cb, monitor, _list_columns(cb, monitor))
+    return value
+
+
+def _list_columns(cb: Any, monitor: str) -> list[str]:
+    "Return the names of `recorder.values[-1]`, after looking for the keys of metrics that return dicts."
     recorder = records(cb)
     if monitor not in recorder.metric_names:
         recorder.columns.find_keys()
-    names = [n for n in recorder.metric_names[1:] if n != 'time']
-    if monitor in names:
-        return names.index(monitor)
-    hint = " For an average of `learn.log`, pass a function: `monitor=lambda learn: learn.history[-1].get('...')`."
-    if evaluation_loaders(cb.learn.dls):
-        hint = did_you_mean(monitor, names) or hint
-    else:
+    return [name for name in recorder.metric_names[1:] if name != 'time']
+
+
+def _unknown_column(cb: Any, monitor: str, names: list[str]) -> MetricError:
+    "Return the error of a name that no column has."
+    hint = (
+        did_you_mean(monitor, names)
+        or ' Write it in each epoch with `learn.log`, or pass a function of the Learner.'
+    )
+    if not evaluation_loaders(cb.learn.dls):
         hint = f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{hint}'
-    raise MetricError(
+    return MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
         f'{", ".join(names)}.{hint}'
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import epoch_row, find_column
+from learnkit.callbacks.recorder import check_monitor, read_monitor
 from learnkit.core.errors import OptimizerError, OptionError
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
@@ -33,9 +33,13 @@ class LRScheduler(Callback):
     compares relative to the best value, which is wrong for negative values: a warning recommends
     `threshold_mode='abs'`.
 
+    With `only`, the scheduler has the param groups of one of several optimizers; by batch, it advances
+    after a batch in which that optimizer has stepped. Each optimizer may have a callback of its own.
+
     The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. Checkpointed:
-    the scheduler's state. Raises before training `MetricError` for a `monitor` that is not recorded,
-    and `OptionError` for a scheduler whose `step` requires other arguments, as in timm.
+    the scheduler's state. Raises before training `MetricError` for a `monitor` that resembles a column,
+    `OptimizerError` for an unknown optimizer, and `OptionError` for a scheduler whose `step` requires
+    other arguments, as in timm.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -58,6 +62,7 @@ class LRScheduler(Callback):
         scheduler: Any,  # f(optimizer) -> scheduler, such as partial(StepLR, step_size=3)
         by: str = 'epoch',  # unit of a scheduler step: 'epoch' or 'batch'
         monitor: str | None = None,  # history column to pass; None: `valid_loss`, if it needs one
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'):
@@ -68,6 +73,7 @@ class LRScheduler(Callback):
             )
         self.by = by
         self.monitor = monitor
+        self.only = only
         self.scheduler: Any = None  # scheduler of the last fit
         self._factory = scheduler
         self._view: Any = None  # param groups as the scheduler sees them
@@ -81,16 +87,16 @@ class LRScheduler(Callback):
 
     def before_fit(self) -> None:
         "Make the scheduler; restore a loaded state."
-        self._view = _GroupView(self.learn.opt)
+        self._view = _GroupView(self.learn.opt, self.only)
         self.scheduler = self._factory(self._view)
         check_scheduler(self.scheduler)
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
-        self._n_steps = self.learn.opt.n_steps
+        self._n_steps = self.learn.opt.count_steps(self.only)
         self._has_begun = True
         self._has_warned = False
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value:
-            find_column(self, self.monitor or 'valid_loss')
+            check_monitor(self, self.monitor or 'valid_loss')
         self._view.write()
         self._view.check()
         if self._loaded is not None:
@@ -112,13 +118,13 @@ class LRScheduler(Callback):
     def before_batch(self) -> None:
         self._view.check()
         if self._n_steps is None:
-            self._n_steps = self.learn.opt.n_steps
+            self._n_steps = self.learn.opt.count_steps(self.only)
 
     def after_batch(self) -> None:
         if self.by != 'batch':
             return
         before = self._n_steps
-        self._n_steps = self.learn.opt.n_steps
+        self._n_steps = self.learn.opt.count_steps(self.only)
         if before is not None and self._n_steps != before:
             self._advance()
 
@@ -131,9 +137,8 @@ class LRScheduler(Callback):
         if not self._wants_value:
             self._advance()
             return
-        row = epoch_row(self)
         column = self.monitor or 'valid_loss'
-        value = None if row is None else as_number(self, column, row.get(column))
+        value = as_number(self, column, read_monitor(self, column))
         if value is not None:
             self._advance(value)
             self._warn_of_negative_best()
@@ -204,10 +209,13 @@ class _GroupView(torch.optim.Optimizer):
     def __init__(
         self,
         opt: Any,  # OptimWrapper of the learner
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         self.opt = opt
-        self.defaults = dict(opt[0].defaults)
-        self.param_groups = [join_groups(hypers.groups) for hypers in opt.hypers]
+        self.only = only
+        hypers = opt.select_hypers(only)
+        self.defaults = dict(opt[0 if only is None else only].defaults)
+        self.param_groups = [join_groups(own.groups) for own in hypers]
         self.error: OptimizerError | None = None  # of a value that was not written
         self.read()
 
@@ -217,7 +225,7 @@ class _GroupView(torch.optim.Optimizer):
 
     def read(self) -> None:
         "Copy the current options into the view."
-        for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
+        for group, hypers in zip(self.param_groups, self.opt.select_hypers(self.only), strict=True):
             for name in OPTIONS:
                 if name in hypers:
                     value = hypers[name]
@@ -226,7 +234,7 @@ class _GroupView(torch.optim.Optimizer):
     def write(self) -> None:
         "Write the changed options to the optimizer, except for values that no batch can use."
         self.error = None
-        for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
+        for group, hypers in zip(self.param_groups, self.opt.select_hypers(self.only), strict=True):
             for name in OPTIONS:
                 if name in hypers and group[name] is not hypers[name]:
                     try:
