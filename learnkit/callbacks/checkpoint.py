@@ -558,7 +558,7 @@ class Checkpoint(CheckpointWriter, Callback):
 
     def after_epoch(self) -> None:
         recorder = recorder_of(self.learn)
-        name = self._monitored
+        name = self.monitor  # not the loss that is monitored by default, which evaluations may lack
         if recorder is not None and name and name not in recorder.evaluated_columns():
             self._note_measured({name: read_monitor(self, name)})
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts

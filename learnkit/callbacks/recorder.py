@@ -105,6 +105,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L()  # row of the epoch so far
         self.columns = Columns(self)
         self.logged_names: dict[str, bool] = {}  # with True for those that are printed
+        # validation loaders whose evaluation in this fit had no loss, so that the column is left out
+        self.loaders_without_loss: set[str] = set()
         self.steps = StepLog(self.smooth_loss)
         self._train: list[Metric] = []
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
@@ -139,6 +141,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Count a fit, and begin the record of its steps."
         self.n_fits += 1
         self.logged_names = {}
+        self.loaders_without_loss = set()
         metrics = self.columns.select_metrics('train') if self.learn.metrics else []
         self._train = [clone_metric(m, self.learn) for m in metrics]
         self.values = L()
@@ -231,13 +234,14 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             m.accumulate(self.learn)
 
     def _measure_without_loss(self) -> None:
-        "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
+        "Compute metrics if an evaluation has no loss; skip a batch cancelled before its loss."
         learn = self.learn
         if learn.training:
             self.steps.skipped.append(learn.train_iter - 1)  # the batch has already been counted
         has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
-        if has_pred and learn.loss_func is None and learn.yb:
-            self._measure(self.columns.select_metrics('valid'))
+        has_no_loss = learn.loss_func is None or learn.loss is None
+        if has_pred and has_no_loss and learn.yb:
+            self._measure([m for m in self._valid_mets if not isinstance(m, EvalLoss)])
 
     def after_train(self) -> None:
         learn = self.learn
@@ -271,10 +275,18 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         metrics = self._valid_mets
         measured, _ = read_metrics(metrics, current.n_valid, self.learn)
         for m, value in zip(metrics, measured, strict=True):
+            if self._has_no_loss(m, value):
+                self.loaders_without_loss.add(dl)
+                continue
             current.measured |= self.columns.name_values(m, value, dl)
         current.values |= current.measured
         current.n_valid = 0
         self.log = L([self.learn.epoch, *current.values.values()])
+
+    def _has_no_loss(self, m: Metric, value: Any) -> bool:
+        "Return True for the loss of an evaluation whose batches had none, as of a detector."
+        is_missing = isinstance(m, EvalLoss) and value is None
+        return is_missing and self.learn.world.any(self.epoch_metrics.n_valid > 0)
 
     def after_eval(self) -> None:
         learn = self.learn
@@ -475,6 +487,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
             'logged_names': list(self.logged_names),
+            'without_loss': sorted(self.loaders_without_loss),
             'unshown': sorted(name for name, shown in self.logged_names.items() if not shown),
             'steps': self.steps.state_dict(),
             'open': {
@@ -494,6 +507,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.values = L(map(L, sd['values']))
         self.iters = L(list(sd['iters']))
         self.logged_names = {name: name not in sd['unshown'] for name in sd['logged_names']}
+        self.loaders_without_loss = set(sd['without_loss'])
         self.columns = Columns(self, sd['keys'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self.steps = StepLog(self.smooth_loss)
@@ -575,7 +589,9 @@ def _unknown_column(cb: Any, monitor: str, names: list[str]) -> MetricError:
         did_you_mean(monitor, names)
         or ' Write it in each epoch with `learn.log`, or pass a function of the Learner.'
     )
-    if not evaluation_loaders(cb.learn.dls):
+    if records(cb).loaders_without_loss and monitor.endswith('loss'):
+        hint = ' The evaluation has no loss: monitor one of its metrics.'
+    elif not evaluation_loaders(cb.learn.dls):
         hint = f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{hint}'
     return MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
