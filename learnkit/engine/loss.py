@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from learnkit.core.batch import apply_model, unpack_output
@@ -60,9 +59,10 @@ def compute_batch_loss(
         loss = pred
     else:
         loss = None
-    if isinstance(loss, Tensor):
-        return loss
-    return _find_no_loss(learn) if loss is None else total_loss(learn, loss)
+    if loss is None:
+        _accept_no_loss(learn)
+        return None
+    return loss if isinstance(loss, Tensor) else total_loss(learn, loss)
 
 
 def are_losses(output: Any) -> bool:
@@ -76,7 +76,7 @@ def are_losses(output: Any) -> bool:
     return are_scalars and any(part.requires_grad for part in parts)
 
 
-def _find_no_loss(learn: Learner) -> None:
+def _accept_no_loss(learn: Learner) -> None:
     "Set the loss to None for a batch of an evaluation; raise `LossError` if a loss function returned None in training."
     if not learn.training:
         learn.loss = None

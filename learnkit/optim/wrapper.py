@@ -307,6 +307,13 @@ class OptimWrapper(torch.optim.Optimizer):
         "The hyperparameters of each group by fastai's names, as writable mappings."
         return self.select_hypers()
 
+    @hypers.setter
+    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
+        "Set hyperparameters by a mapping for each group."
+        for own, row in zip(self.hypers, values, strict=True):
+            for name, value in row.items():
+                own[name] = value
+
     def select_hypers(
         self,
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
@@ -318,13 +325,6 @@ class OptimWrapper(torch.optim.Optimizer):
             for i, groups in enumerate(self._find_groups())
             if self.positions[i][0][0] in optimizers
         )
-
-    @hypers.setter
-    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
-        "Set hyperparameters by a mapping for each group."
-        for own, row in zip(self.hypers, values, strict=True):
-            for name, value in row.items():
-                own[name] = value
 
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."
