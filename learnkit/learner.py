@@ -507,7 +507,7 @@ class Learner(Loop):
     def fit_sgdr(
         self,
         n_cycles: int,
-        cycle_len: int,  # epochs of the first cycle
+        cycle_len: int | str | Time,  # length of the first cycle: epochs, or a time: '5000ba'
         lr_max: Any = None,  # rate at each start, as in `fit_one_cycle`; None: the Learner's
         cycle_mult: int = 2,  # length of each cycle relative to the previous one
         cbs: Any = None,  # additional callbacks for this fit
