@@ -189,10 +189,11 @@ class PatientTracker(TrackerCallback):
         if self.new_best:
             return self._restart_wait()
         self.wait += 1
-        if self._is_over():
+        if self.has_lost_patience():
             self.lose_patience()
 
-    def _is_over(self) -> bool:
+    def has_lost_patience(self) -> bool:
+        "Return True if the value has not improved for longer than `patience`."
         if not isinstance(self.patience, (str, Time)):
             return self.wait >= self.patience
         limit = as_time(self.patience)
