@@ -511,7 +511,7 @@ class Learner(Loop):
     def fit_sgdr(
         self,
         n_cycles: int,
-        cycle_len: int,  # epochs of the first cycle
+        cycle_len: int | str | Time,  # length of the first cycle: epochs, or a time: '5000ba'
         lr_max: Any = None,  # rate at each start, as in `fit_one_cycle`; None: the Learner's
         cycle_mult: int = 2,  # length of each cycle relative to the previous one
         cbs: Any = None,  # additional callbacks for this fit
@@ -1057,8 +1057,14 @@ class Learner(Loop):
         fname: str | Path = 'export.pt2',  # name below `path`, or absolute path; appends `.pt2`
         act: Callable[[Any], Any] | None = None,  # applied to outputs, e.g. `loss_func.activation`
         sample: Any = None,  # example inputs, tuple if several; None: shapes of the data's inputs
+        # free axes beside the batch, by argument of `forward`: {'tokens': {1: 'length'}}
+        dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     ) -> Path:
         """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
+
+        `dynamic_shapes` frees further axes, such as the length of a sequence or the size of an image. torch infers the
+        bounds of an axis with a name; a `torch.export.Dim` states them. The program is then compared with the model
+        at a second size. All other axes keep the size of the sample.
 
         The program is on the CPU, in evaluation mode, and runs without the model's code:
         `torch.export.load(path).module()(x)`. It does not include changes that callbacks make to a batch. The file also
@@ -1068,7 +1074,7 @@ class Learner(Loop):
         written; to exchange models use `save_learner`.
 
         Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` without a batch
-        that defines the shapes, or for a file name with another suffix.
+        that defines the shapes, for a file name with another suffix, or for axes that the inputs lack.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner

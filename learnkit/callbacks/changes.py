@@ -153,7 +153,8 @@ def _find_rates(learn: Learner, pause: Pause, lr: Any, lr_scale: float | None) -
     for cb in schedulers:
         highest = cb.find_highest_lrs()
         if highest is not None:
-            old = highest * len(old) if len(highest) == 1 else highest
+            highest = highest * len(old) if len(highest) == 1 else highest
+            old = [b if a is None else a for a, b in zip(highest, old, strict=True)]
         elif lr is not None:
             raise OptionError(
                 f'learn.resume(lr=): the highest rate of {cb!r} is unknown. Pass `lr_scale=`, a factor of its rates.'

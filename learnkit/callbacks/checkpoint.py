@@ -16,7 +16,7 @@ from fastcore.basics import noop
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import epoch_row, find_column, recorder_of
+from learnkit.callbacks.recorder import check_monitor, read_monitor, recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
 from learnkit.checkpoint.dcp import Writers, find_parts_folder, take_parts
 from learnkit.checkpoint.file import write_state
@@ -282,7 +282,7 @@ class Checkpoint(CheckpointWriter, Callback):
                 return None
             losses = [name for name in recorder.evaluated_columns() if name.endswith('loss')]
             return losses[0] if losses else None
-        find_column(self, self.monitor)
+        check_monitor(self, self.monitor)
         return self.monitor
 
     def _lock_folder(self) -> None:
@@ -575,8 +575,9 @@ class Checkpoint(CheckpointWriter, Callback):
 
     def after_epoch(self) -> None:
         recorder = recorder_of(self.learn)
-        if recorder is not None and self._monitored not in recorder.evaluated_columns():
-            self._note_measured(epoch_row(self))
+        name = self.monitor  # not the loss that is monitored by default, which evaluations may lack
+        if recorder is not None and name and name not in recorder.evaluated_columns():
+            self._note_measured({name: read_monitor(self, name)})
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
     def after_eval(self) -> None:

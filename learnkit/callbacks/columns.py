@@ -114,6 +114,10 @@ class Columns:
         metrics = self.select_metrics('valid', own)
         return [self.recorder.loss, *metrics] if self.recorder.valid_metrics else metrics
 
+    def _has_column(self, m: Metric, dl_name: str) -> bool:
+        "Return False for the loss of a loader whose evaluation had none."
+        return not isinstance(m, EvalLoss) or dl_name not in self.recorder.loaders_without_loss
+
     def _find_evaluator(self, dl_name: str) -> Any:
         "Return the evaluator of a validation loader that has its own metrics, or None."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
@@ -123,12 +127,16 @@ class Columns:
 
     def list_names(self) -> list[str]:
         "Return the names of the columns, in order."
+        names = ['epoch', *self.list_measured(), *self.recorder.logged_names]
+        return list(dict.fromkeys(names))
+
+    def list_measured(self) -> list[str]:
+        "Return the columns of losses and metrics, which are known without `learn.log`."
         train_columns = [
             column for m in self.select_metrics('train') for column in self.of_keys.columns(m.name)
         ]
         train = ['train_loss', *map(self._name_in_training, train_columns)]
-        names = ['epoch', *train, *self.list_evaluated(), *self.recorder.logged_names]
-        return list(dict.fromkeys(names))
+        return [*train, *self.list_evaluated()]
 
     def list_shown(self) -> L:
         "Return the names of the columns of a printed row."
@@ -151,6 +159,7 @@ class Columns:
         return [
             self._name_in_evaluation(m, dl_name, column)
             for m in self.metrics_of_loader(dl_name)
+            if self._has_column(m, dl_name)
             for column in self.of_keys.columns(m.name, prefix)
         ]
 

@@ -12,21 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit.checkpoint.save_load import resolve_path
 from learnkit.comm.dtensor import mesh_of
 from learnkit.core.batch import (
-    call_by_name,
-    count_stacked,
-    describe,
-    map_tensors,
-    passed_names,
     tensors_in,
 )
 from learnkit.core.errors import (
     DistributedError,
-    ModelError,
     OptionError,
 )
 from learnkit.core.files import atomic_write, check_file
@@ -36,8 +30,14 @@ from learnkit.core.random import preserved_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.snapshot import preserved_forward
 from learnkit.inference.export import (
+    Case,
+    DynamicShapes,
+    Runner,
+    check_program,
+    compare_outputs,
     copy_to_cpu,
     export_program,
+    make_cases,
     make_zero_rows,
     read_sample_inputs,
 )
@@ -48,27 +48,19 @@ FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 
 
-SIZES = (1, 3)  # batch sizes that an exported program is tested with
-
-
-Case = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional and named inputs, and the output
-
-
-Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-
 class ExportForInference(Callback):
     """Export the model at the end of each fit: `fname.pt2` (torch.export), `fname.onnx`, or both.
 
-    Each program accepts batches of any size. A file is written after a check: it is loaded again,
-    and its outputs on batches of 1 and 3 samples are compared with the model's. The exported
+    Each program accepts batches of any size; `dynamic_shapes` frees further axes. A file is written
+    after a check: it is loaded again, and its outputs on batches of 1 and 3 samples, and on free
+    axes of another size, are compared with the model's. The exported
     weights are those at the end of the fit: the best weights if `SaveModelCallback` loads them.
     `files` has the paths. In a process group the first rank exports. See `learn.export` for the
     properties of such a program, and load `.pt2` files from trusted sources only.
 
-    Raises before training: `OptionError` for an unknown format, a path that cannot be written, or
-    data without a batch to take the shapes from; `MissingExtraError` if the packages for ONNX are
-    missing; `ModelError` with torch's reason for a model that cannot be exported;
+    Raises before training: `OptionError` for an unknown format, a path that cannot be written, axes
+    that the inputs lack, or data without a batch to take the shapes from; `MissingExtraError` if
+    the packages for ONNX are missing; `ModelError` with torch's reason for a model that cannot be exported;
     `DistributedError` for a sharded model. Raises after training: `ModelError` for a file with
     other outputs than the model.
 
@@ -96,6 +88,8 @@ class ExportForInference(Callback):
         formats: str | tuple[str, ...] | None = None,
         act: Callable[[Any], Any] | None = None,  # function of the outputs, such as a softmax
         sample: Any = None,  # example inputs; None: inputs of the first batch of the data
+        # free axes beside the batch: {'tokens': {1: 'length'}}, see `learn.export`
+        dynamic_shapes: DynamicShapes | None = None,
     ) -> None:
         if formats is None:
             formats = 'onnx' if Path(fname).suffix == '.onnx' else 'torch.export'
@@ -105,6 +99,7 @@ class ExportForInference(Callback):
         self.fname = fname
         self.act = act
         self.sample = sample
+        self.dynamic_shapes = dynamic_shapes
         self.files = []
 
     def before_fit(self) -> None:
@@ -121,8 +116,11 @@ class ExportForInference(Callback):
             check_file(path)
         if 'onnx' in self.formats:
             check_libraries('Exporting to ONNX', *ONNX)
-        with preserved_rng(), _evaluation_mode(learn.model) as m:
-            export_program(m, *make_zero_rows(self._inputs()), self.act)
+        with preserved_rng(), _evaluation_mode(learn.model) as model:
+            inputs = make_zero_rows(self._inputs())
+            export_program(model, *inputs, self.act, self.dynamic_shapes)
+            if self.dynamic_shapes:
+                make_cases(model, self._inputs(), self.act, self.dynamic_shapes)
 
     def after_fit(self) -> None:
         "Export the model, check the files, and move them to their paths."
@@ -130,15 +128,17 @@ class ExportForInference(Callback):
         if not learn.world.is_first:
             return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
-            path = learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
+            path = learn.export(
+                Path(folder) / 'model.pt2', self.act, self._inputs(), self.dynamic_shapes
+            )
             written = {'torch.export': path}
             with path.open('rb') as f:
                 program = torch.export.load(f)
             cases = self._cases()
-            _compare('torch.export', lambda args, kwargs: program.module()(*args, **kwargs), cases)
+            check_program(program, cases)
             if 'onnx' in self.formats:
                 written['onnx'] = _write_onnx(program, Path(folder) / 'model.onnx')
-                _compare('onnx', _onnx_runner(written['onnx']), cases)
+                compare_outputs('onnx', _onnx_runner(written['onnx']), cases)
             paths = self._paths()
             for name, path in paths.items():
                 with atomic_write(path) as tmp:
@@ -158,18 +158,9 @@ class ExportForInference(Callback):
         return self.sample if isinstance(self.sample, tuple) else (self.sample,)
 
     def _cases(self) -> list[Case]:
-        "Return inputs of different batch sizes, each with the model's output."
-        xb = self._inputs()
-        cases = []
-        with _evaluation_mode(self.learn.model) as model, torch.no_grad():
-            for size in SIZES:
-                x = _select_rows(xb, size)
-                args, kwargs = call_by_name(_list_arguments, x, passed_names(model, x))
-                out = model(*args, **kwargs)
-                if self.act is not None:
-                    out = self.act(out)
-                cases.append((args, kwargs, out))
-        return cases
+        "Return inputs of different sizes, each with the model's output."
+        with _evaluation_mode(self.learn.model) as model:
+            return make_cases(model, self._inputs(), self.act, self.dynamic_shapes)
 
 
 @contextmanager
@@ -178,22 +169,6 @@ def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     model = copy_to_cpu(bare_model(model))
     with preserved_forward(model):
         yield model.eval()
-
-
-def _list_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs
-
-
-def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    "Return `size` samples of a batch on the CPU; repeat the samples of a smaller batch."
-    n = count_stacked(xb)
-    idx = torch.arange(size) % n
-
-    def select(t: Tensor) -> Tensor:
-        t = t.detach().cpu()
-        return t[idx] if t.ndim and len(t) == n else t
-
-    return tuple(map_tensors(xb, select))
 
 
 def _write_onnx(program: Any, path: Path) -> Path:
@@ -217,18 +192,3 @@ def _onnx_runner(path: Path) -> Runner:
         return [torch.as_tensor(o) for o in outputs]
 
     return run
-
-
-def _compare(what: str, run: Runner, cases: list[Case]) -> None:
-    "Raise `ModelError` unless a program returns the outputs of the model."
-    for args, kwargs, expected in cases:
-        try:
-            got = tensors_in(run(args, kwargs))
-            torch.testing.assert_close(
-                got, tensors_in(expected), rtol=1e-3, atol=1e-4, equal_nan=True
-            )
-        except Exception as e:
-            raise ModelError(
-                f'What {what} wrote does not compute what the model does, on {describe(args or kwargs)}: '
-                f'{e} Nothing was kept.'
-            ) from e

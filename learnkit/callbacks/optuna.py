@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from learnkit.callbacks.recorder import epoch_row, find_column, records
+from learnkit.callbacks.recorder import check_monitor, read_monitor, records
 from learnkit.callbacks.tracking import TrackerCallback
 from learnkit.core.errors import OptionError
 from learnkit.core.optional import check_libraries, import_library
@@ -79,7 +79,7 @@ class OptunaPruning(Callback):
         "Find the column. Raises `OptionError` if the first rank has no trial."
         if self.trial is None and self.learn.world.is_first:
             raise OptionError('OptunaPruning(None): the first process needs the trial.')
-        find_column(self, self.monitor)
+        check_monitor(self, self.monitor)
         self._reason = ''
 
     def after_eval(self) -> None:
@@ -90,7 +90,7 @@ class OptunaPruning(Callback):
     def after_epoch(self) -> None:
         "Report the value of this epoch."
         if self.at == 'epoch':
-            self._report((epoch_row(self) or {}).get(self.monitor), self.learn.time.ep - 1)
+            self._report(read_monitor(self, self.monitor), self.learn.time.ep - 1)
 
     def _report(self, value: Any, step: int) -> None:
         "Report a value unless it is absent, and end the fit on all ranks if the trial is pruned."

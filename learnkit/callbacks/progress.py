@@ -25,6 +25,7 @@ from learnkit.callbacks.live_plot import MasterBar
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
 from learnkit.core.time import format_seconds
+from learnkit.engine.budget import find_budget
 from learnkit.engine.callback import Callback
 from learnkit.engine.lengths import epoch_length
 
@@ -378,7 +379,9 @@ class ProgressCallback(Callback):
         n_epoch = f'/{learn.n_epoch}' if learn.n_epoch else ''
         has_epochs = learn.fitting and learn.create_mbar
         epoch = f'epoch {learn.epoch + 1}{n_epoch} ' if has_epochs else ''
-        progress.bar = Bar(epoch + name, epoch_length(learn, learn.dl)[0], first, first=first)
+        length = epoch_length(learn, learn.dl)[0]
+        total = self._find_total(length, first) if name == 'train' else length
+        progress.bar = Bar(epoch + name, total, first, first=first)
         if perf_counter() >= progress.due:
             progress.draw()
 
@@ -386,8 +389,20 @@ class ProgressCallback(Callback):
         bar = self._progress.bar
         if bar:
             bar.done = done
-            bar.total = self.learn.n_iter
+            is_training = bar is self._progress.train
+            bar.total = (
+                self._find_total(self.learn.n_iter, done) if is_training else self.learn.n_iter
+            )
             bar.note = self._make_note()
+
+    def _find_total(self, length: int | None, done: int) -> int | None:
+        "Return the number of batches of a pass over the training data, which a budget may end."
+        budget = find_budget(self.learn)
+        left = None if budget is None else budget.estimate_batches_left()
+        if left is None:
+            return length
+        end = done + left
+        return length if length is not None and done < length <= end else end
 
     def _draw(self) -> None:
         self._set_count(self.learn.iter + 1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from math import isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.advice import check_metrics, contains_activation, warn_of_activation
 from learnkit.engine.callback import Callback
 from learnkit.engine.run import is_open
-from learnkit.metrics.averages import check_column, measures_batches
+from learnkit.metrics.averages import RESERVED, check_column, measures_batches
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merge_losses
 from learnkit.metrics.merge import check_mergeable, gather_on_host
 
@@ -43,7 +44,8 @@ __all__ = [
     'Recorder',
     'History',
     'epoch_row',
-    'find_column',
+    'check_monitor',
+    'read_monitor',
     'recorder_of',
     'records',
 ]
@@ -103,6 +105,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L()  # row of the epoch so far
         self.columns = Columns(self)
         self.logged_names: dict[str, bool] = {}  # with True for those that are printed
+        # validation loaders whose evaluation in this fit had no loss, so that the column is left out
+        self.loaders_without_loss: set[str] = set()
         self.steps = StepLog(self.smooth_loss)
         self._train: list[Metric] = []
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
@@ -137,6 +141,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Count a fit, and begin the record of its steps."
         self.n_fits += 1
         self.logged_names = {}
+        self.loaders_without_loss = set()
         metrics = self.columns.select_metrics('train') if self.learn.metrics else []
         self._train = [clone_metric(m, self.learn) for m in metrics]
         self.values = L()
@@ -229,13 +234,14 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             m.accumulate(self.learn)
 
     def _measure_without_loss(self) -> None:
-        "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
+        "Compute metrics if an evaluation has no loss; skip a batch cancelled before its loss."
         learn = self.learn
         if learn.training:
             self.steps.skipped.append(learn.train_iter - 1)  # the batch has already been counted
         has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
-        if has_pred and learn.loss_func is None and learn.yb:
-            self._measure(self.columns.select_metrics('valid'))
+        has_no_loss = learn.loss_func is None or learn.loss is None
+        if has_pred and has_no_loss and learn.yb:
+            self._measure([m for m in self._valid_mets if not isinstance(m, EvalLoss)])
 
     def after_train(self) -> None:
         learn = self.learn
@@ -269,10 +275,18 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         metrics = self._valid_mets
         measured, _ = read_metrics(metrics, current.n_valid, self.learn)
         for m, value in zip(metrics, measured, strict=True):
+            if self._has_no_loss(m, value):
+                self.loaders_without_loss.add(dl)
+                continue
             current.measured |= self.columns.name_values(m, value, dl)
         current.values |= current.measured
         current.n_valid = 0
         self.log = L([self.learn.epoch, *current.values.values()])
+
+    def _has_no_loss(self, m: Metric, value: Any) -> bool:
+        "Return True for the loss of an evaluation whose batches had none, as of a detector."
+        is_missing = isinstance(m, EvalLoss) and value is None
+        return is_missing and self.learn.world.any(self.epoch_metrics.n_valid > 0)
 
     def after_eval(self) -> None:
         learn = self.learn
@@ -473,6 +487,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
             'logged_names': list(self.logged_names),
+            'without_loss': sorted(self.loaders_without_loss),
             'unshown': sorted(name for name, shown in self.logged_names.items() if not shown),
             'steps': self.steps.state_dict(),
             'open': {
@@ -492,6 +507,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.values = L(map(L, sd['values']))
         self.iters = L(list(sd['iters']))
         self.logged_names = {name: name not in sd['unshown'] for name in sd['logged_names']}
+        self.loaders_without_loss = set(sd['without_loss'])
         self.columns = Columns(self, sd['keys'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self.steps = StepLog(self.smooth_loss)
@@ -528,20 +544,56 @@ def records(cb: Any) -> Recorder:
     return found
 
 
-def find_column(cb: Any, monitor: str) -> int:
-    "Return the index of a column in `recorder.values[-1]`; raise `MetricError` if unknown."
+def check_monitor(cb: Any, monitor: str) -> None:
+    """Raise `MetricError` for a name that neither a column has nor `learn.log` can write.
+
+    A name that resembles a column is taken for a misspelled one. Any other name may be one of
+    `learn.log`: `read_monitor` raises after the first epoch with an evaluation if nothing wrote it."""
+    names = _list_columns(cb, monitor)
+    metrics = [m.name for m in cb.learn.metrics]
+    resembles = get_close_matches(monitor, names, n=1, cutoff=0.85)
+    if monitor not in names and (resembles or monitor in (*RESERVED, *metrics)):
+        raise _unknown_column(cb, monitor, names)
+
+
+def read_monitor(cb: Any, monitor: str) -> Any:
+    """Return the value of a column or of a name of `learn.log` in this epoch's row, or None if the epoch has none.
+
+    The first rank's logged value counts. Raises `MetricError` if nothing has written the name by the
+    first epoch with an evaluation."""
+    row = epoch_row(cb)
+    if row is None:
+        return None
+    recorder = records(cb)
+    if monitor in recorder.columns.list_measured():
+        return row.get(monitor)
+    is_evaluated = bool(recorder.measured) or not evaluation_loaders(cb.learn.dls)
+    is_missing = monitor not in row and is_evaluated
+    is_missing, value = cb.learn.world.broadcast((is_missing, row.get(monitor)))
+    if is_missing:
+        raise _unknown_column(cb, monitor, _list_columns(cb, monitor))
+    return value
+
+
+def _list_columns(cb: Any, monitor: str) -> list[str]:
+    "Return the names of `recorder.values[-1]`, after looking for the keys of metrics that return dicts."
     recorder = records(cb)
     if monitor not in recorder.metric_names:
         recorder.columns.find_keys()
-    names = [n for n in recorder.metric_names[1:] if n != 'time']
-    if monitor in names:
-        return names.index(monitor)
-    hint = " For an average of `learn.log`, pass a function: `monitor=lambda learn: learn.history[-1].get('...')`."
-    if evaluation_loaders(cb.learn.dls):
-        hint = did_you_mean(monitor, names) or hint
-    else:
+    return [name for name in recorder.metric_names[1:] if name != 'time']
+
+
+def _unknown_column(cb: Any, monitor: str, names: list[str]) -> MetricError:
+    "Return the error of a name that no column has."
+    hint = (
+        did_you_mean(monitor, names)
+        or ' Write it in each epoch with `learn.log`, or pass a function of the Learner.'
+    )
+    if records(cb).loaders_without_loss and monitor.endswith('loss'):
+        hint = ' The evaluation has no loss: monitor one of its metrics.'
+    elif not evaluation_loaders(cb.learn.dls):
         hint = f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{hint}'
-    raise MetricError(
+    return MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
         f'{", ".join(names)}.{hint}'
     )

@@ -21,6 +21,7 @@ from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.resume import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
+from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
@@ -311,18 +312,20 @@ def fit_sgdr(
     learn: Learner,
     *,
     n_cycles: int,
-    cycle_len: int,
+    cycle_len: int | str | Time,
     lr_max: Any,
     cycle_mult: int,
     **fit: Any,  # further arguments of `Learner.fit`
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
     __tracebackhide__ = True
-    lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
-    n_epoch = sum(lengths)
+    length = as_time(cycle_len, 'ep')
+    lengths = [length.value * cycle_mult**i for i in range(n_cycles)]
+    total = Time(sum(lengths), length.unit)
+    n_epoch = int(total.value) if total.unit == 'ep' else total
 
     def make_scheds(peak: Any) -> dict[str, Schedule]:
-        shares = [n / n_epoch for n in lengths]
+        shares = [n / total.value for n in lengths]
         return {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
 
     _fit_with_schedules(learn, make_scheds, n_epoch, lr_max, **fit)
@@ -388,7 +391,7 @@ def fine_tune(
 def _fit_with_schedules(
     learn: Learner,
     make_scheds: Callable[[Any], dict[str, Schedule]],  # f(rates), a number or an array by group
-    n_epoch: int,
+    n_epoch: int | Time,
     lr: Any,
     *,
     wd: float | None,

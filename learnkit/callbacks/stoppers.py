@@ -17,12 +17,12 @@ from learnkit.callbacks.tracking import (
 from learnkit.core.errors import CancelFitException
 from learnkit.core.time import Time, as_time
 from learnkit.core.watched import is_better
-from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.stopper import Stopper
 from learnkit.metrics.direction import as_comparison
 
 
-class FixedStopper(Callback):
+class FixedStopper(Stopper):
     """Stop after a total training time: `FixedStopper('20ep')`, `'1h'`, `'5000ba'`, `'0.5dur'`.
 
     The time is `learn.time`, over all fits and resumes. A fit that starts at or after the time
@@ -53,24 +53,37 @@ class FixedStopper(Callback):
 
     def before_fit(self) -> None:
         "Cancel a fit that starts at or after the time."
+        self.has_stopped = False
         check_countable(self.learn, self.at)
-        if self.learn.resumed or not self._is_over():
+        if self.learn.resumed or not self.is_over():
             return  # a resumed fit has not loaded its time yet
         print_line(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
         raise CancelFitException
 
     def after_batch(self) -> None:
         "Check the time."
-        if self._is_over():
+        if self.is_over():
+            self.has_stopped = True
             self.learn.run.stopping = True
 
     after_epoch = after_iteration = after_batch
 
-    def _is_over(self) -> bool:
+    @override
+    def is_over(self) -> bool:
+        "Return True once the time has passed."
         return self.learn.time >= self.at
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return whether this callback has ended the fit."
+        return {'stopped': self.has_stopped}
 
-class ThresholdStopper(TrackerCallback):
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.has_stopped = sd['stopped']
+
+
+class ThresholdStopper(TrackerCallback, Stopper):
     """Stop the fit once a metric passes a threshold: `ThresholdStopper('accuracy', 0.97)`.
 
     The value is checked after every evaluation, also within an epoch, and at the end of each epoch
@@ -103,6 +116,16 @@ class ThresholdStopper(TrackerCallback):
         self.threshold = threshold
         self.value = None
 
+    @override
+    def before_fit(self) -> None:
+        super().before_fit()
+        self.has_stopped = False
+
+    @override
+    def is_over(self) -> bool:
+        "Return True if the last value has passed the threshold."
+        return is_better(self.value, self.threshold, self.comp)
+
     def after_eval(self) -> None:
         "Check the values of the evaluation."
         if callable(self.monitor):
@@ -124,8 +147,9 @@ class ThresholdStopper(TrackerCallback):
             return
         self.value = value
         self._compare(value)
-        if not is_better(value, self.threshold, self.comp):
+        if not self.is_over():
             return
+        self.has_stopped = True
         name = self.monitor if isinstance(self.monitor, str) else 'The monitored value'
         print_line(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
         self.learn.stop()
@@ -133,10 +157,11 @@ class ThresholdStopper(TrackerCallback):
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return the last value."
-        return {**super().state_dict(), 'value': self.value}
+        return {**super().state_dict(), 'value': self.value, 'stopped': self.has_stopped}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the last value."
         super().load_state_dict(sd)
         self.value = sd['value']
+        self.has_stopped = sd['stopped']

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import epoch_row, find_column
+from learnkit.callbacks.recorder import check_monitor, read_monitor
 from learnkit.core.errors import OptimizerError, OptionError
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
@@ -34,10 +34,14 @@ class LRScheduler(Callback):
     compares relative to the best value, which is wrong for negative values: a warning recommends
     `threshold_mode='abs'`.
 
+    With `only`, the scheduler has the param groups of one of several optimizers; by batch, it advances
+    after a batch in which that optimizer has stepped. Each optimizer may have a callback of its own.
+
     The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. After
     `learn.resume(lr_scale=0.5)` the optimizer gets half of the scheduler's rates. Checkpointed: the
-    scheduler's state and this factor. Raises before training `MetricError` for a `monitor` that is not recorded,
-    and `OptionError` for a scheduler whose `step` requires other arguments, as in timm.
+    scheduler's state and this factor. Raises before training `MetricError` for a `monitor` that
+    resembles a column, `OptimizerError` for an unknown optimizer, and `OptionError` for a scheduler
+    whose `step` requires other arguments, as in timm.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -60,6 +64,7 @@ class LRScheduler(Callback):
         scheduler: Any,  # f(optimizer) -> scheduler, such as partial(StepLR, step_size=3)
         by: str = 'epoch',  # unit of a scheduler step: 'epoch' or 'batch'
         monitor: str | None = None,  # history column to pass; None: `valid_loss`, if it needs one
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'):
@@ -70,6 +75,7 @@ class LRScheduler(Callback):
             )
         self.by = by
         self.monitor = monitor
+        self.only = only
         self.scheduler: Any = None  # scheduler of the last fit
         self._factory = scheduler
         self._view: Any = None  # param groups as the scheduler sees them
@@ -88,38 +94,48 @@ class LRScheduler(Callback):
         self._is_kept = resumes_in_memory(self.learn)
         if not self._is_kept:
             self.lr_scale = None  # of an earlier fit
-        self._view = _GroupView(self.learn.opt)
+        self._view = _GroupView(self.learn.opt, self.only)
         self.scheduler = self._factory(self._view)
         check_scheduler(self.scheduler)
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
-        self._n_steps = self.learn.opt.n_steps
+        self._n_steps = self.learn.opt.count_steps(self.only)
         self._has_begun = True
         self._has_warned = False
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value:
-            find_column(self, self.monitor or 'valid_loss')
+            check_monitor(self, self.monitor or 'valid_loss')
         self._view.write()
         self._view.check()
         if self._loaded is not None:
             self._load(self._loaded)
         self._warn_of_steps()
 
-    def find_highest_lrs(self) -> list[float]:
-        "Return the highest rate of each group: of the scheduler, or else the rate that it started from."
+    def find_highest_lrs(self) -> list[float | None]:
+        """Return the highest rate of each group: of the scheduler, or else the rate that it started from.
+
+        The groups of other optimizers than `only` have None."""
         groups = self._view.param_groups
         own = getattr(self.scheduler, 'max_lrs', None)  # CyclicLR
         if own is None:
             own = [g.get('max_lr', g.get('initial_lr', g['lr'])) for g in groups]
         factors = self.lr_scale or [1.0] * len(groups)
-        return [float(rate) * factor for rate, factor in zip(own, factors, strict=True)]
+        highest: list[float | None] = [None] * len(self.learn.opt.hypers)
+        for i, rate, factor in zip(self._list_indices(), own, factors, strict=True):
+            highest[i] = float(rate) * factor
+        return highest
+
+    def _list_indices(self) -> list[int]:
+        "Return the indices of the groups that the scheduler sets."
+        return list(self.learn.opt.find_indices(self.only))
 
     def scale_lr(
         self,
-        factors: list[float],  # one of each group
+        factors: list[float],  # one of each group of all optimizers
     ) -> None:
         "Multiply the learning rates of the rest of the fit."
-        before = self.lr_scale or [1.0] * len(factors)
-        self.lr_scale = [a * b for a, b in zip(before, factors, strict=True)]
+        own = [factors[i] for i in self._list_indices()]
+        before = self.lr_scale or [1.0] * len(own)
+        self.lr_scale = [a * b for a, b in zip(before, own, strict=True)]
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
@@ -136,13 +152,13 @@ class LRScheduler(Callback):
     def before_batch(self) -> None:
         self._view.check()
         if self._n_steps is None:
-            self._n_steps = self.learn.opt.n_steps
+            self._n_steps = self.learn.opt.count_steps(self.only)
 
     def after_batch(self) -> None:
         if self.by != 'batch':
             return
         before = self._n_steps
-        self._n_steps = self.learn.opt.n_steps
+        self._n_steps = self.learn.opt.count_steps(self.only)
         if before is not None and self._n_steps != before:
             self._advance()
 
@@ -155,9 +171,8 @@ class LRScheduler(Callback):
         if not self._wants_value:
             self._advance()
             return
-        row = epoch_row(self)
         column = self.monitor or 'valid_loss'
-        value = None if row is None else as_number(self, column, row.get(column))
+        value = as_number(self, column, read_monitor(self, column))
         if value is not None:
             self._advance(value)
             self._warn_of_negative_best()
@@ -239,10 +254,13 @@ class _GroupView(torch.optim.Optimizer):
     def __init__(
         self,
         opt: Any,  # OptimWrapper of the learner
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         self.opt = opt
-        self.defaults = dict(opt[0].defaults)
-        self.param_groups = [join_groups(hypers.groups) for hypers in opt.hypers]
+        self.only = only
+        hypers = opt.select_hypers(only)
+        self.defaults = dict(opt[0 if only is None else only].defaults)
+        self.param_groups = [join_groups(own.groups) for own in hypers]
         self.error: OptimizerError | None = None  # of a value that was not written
         # factors of the real rates, by group; None: 1
         self.lr_scale: list[float] | None = None
@@ -252,9 +270,13 @@ class _GroupView(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
 
+    def _list_groups(self) -> list[tuple[dict[str, Any], Any]]:
+        "Return each group of the view with the hyperparameters of the real groups."
+        return list(zip(self.param_groups, self.opt.select_hypers(self.only), strict=True))
+
     def read(self) -> None:
         "Copy the current options into the view."
-        for i, (group, hypers) in enumerate(zip(self.param_groups, self.opt.hypers, strict=True)):
+        for i, (group, hypers) in enumerate(self._list_groups()):
             for name in OPTIONS:
                 if name not in hypers or self._is_scaled(i, name, group, hypers):
                     continue
@@ -272,7 +294,7 @@ class _GroupView(torch.optim.Optimizer):
     def write(self) -> None:
         "Write the changed options to the optimizer, except for values that no batch can use."
         self.error = None
-        for i, (group, hypers) in enumerate(zip(self.param_groups, self.opt.hypers, strict=True)):
+        for i, (group, hypers) in enumerate(self._list_groups()):
             for name in OPTIONS:
                 if name in hypers and group[name] is not hypers[name]:
                     value = group[name]

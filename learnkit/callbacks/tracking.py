@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import epoch_row, find_column, records
+from learnkit.callbacks.recorder import check_monitor, epoch_row, read_monitor, records
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import as_number, is_better
@@ -28,14 +28,15 @@ class TrackerCallback(Callback):
 
     `best` is the best value, and `new_best` is True if this epoch improved it. A monitored value is
     a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one
-    of several validation loaders. For any other value, such as an average of `learn.log`, `monitor`
-    is a function: `lambda learn: learn.history[-1].get('valid_part')`. An epoch without a value
-    (None), such as one that `eval_every='2ep'` does not evaluate, is not compared. NaN is compared,
-    and is never an improvement. Without `comp`, lower is better (`np.less`) for losses and errors,
-    and higher is better (`np.greater`) for any other column.
+    of several validation loaders, or a name of `learn.log`. For any other value, `monitor` is a
+    function of the Learner. An epoch without a value (None), such as one that `eval_every='2ep'`
+    does not evaluate, is not compared. NaN is compared, and is never an improvement. Without
+    `comp`, lower is better (`np.less`) for losses and errors, and higher is better (`np.greater`)
+    for any other column.
 
-    Raises `MetricError` before training for an unknown column, and for a value that is not a
-    number. Checkpointed: `best` and `new_best`.
+    Raises `MetricError` for a value that is not a number, before training for a name that resembles
+    a column, and after the first epoch with an evaluation for a name that nothing has logged.
+    Checkpointed: `best` and `new_best`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.05, cbs=TrackerCallback())
@@ -80,7 +81,10 @@ class TrackerCallback(Callback):
     def before_fit(self) -> None:
         "Find the column, and reset the best value."
         records(self)  # raises without a Recorder
-        self.idx = None if callable(self.monitor) else find_column(self, self.monitor)
+        self.idx = None
+        if not callable(self.monitor):
+            check_monitor(self, self.monitor)
+            self.idx = self._find_index()
         if self._is_guess:
             self._is_guess = False
             warn_user(
@@ -123,12 +127,20 @@ class TrackerCallback(Callback):
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
         if callable(self.monitor):
             return self.monitor(self.learn)
+        value = read_monitor(self, self.monitor)
+        # again, as `learn.log` or a metric that returns a dict may have added columns
+        self.idx = self._find_index()
+        if self.idx is None:
+            return value
         values = records(self).values[-1]
-        # again, as a metric that returns a dict may have added columns
-        self.idx = find_column(self, self.monitor)
         # the row of an interrupted epoch lacks some values
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
-        return values[self.idx] if is_complete else row.get(self.monitor)
+        return values[self.idx] if is_complete else value
+
+    def _find_index(self) -> int | None:
+        "Return the index of the column in `recorder.values[-1]`, or None if the printed table lacks it."
+        names = [name for name in records(self).metric_names[1:] if name != 'time']
+        return names.index(self.monitor) if self.monitor in names else None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -177,10 +189,11 @@ class PatientTracker(TrackerCallback):
         if self.new_best:
             return self._restart_wait()
         self.wait += 1
-        if self._is_over():
+        if self.has_lost_patience():
             self.lose_patience()
 
-    def _is_over(self) -> bool:
+    def has_lost_patience(self) -> bool:
+        "Return True if the value has not improved for longer than `patience`."
         if not isinstance(self.patience, (str, Time)):
             return self.wait >= self.patience
         limit = as_time(self.patience)

@@ -57,6 +57,7 @@ from learnkit.engine.resumed_run import (
     list_checkpoint_writers,
 )
 from learnkit.engine.snapshot import restored
+from learnkit.engine.stopper import ask_stoppers
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -221,11 +222,6 @@ def _warn_of_differences(learn: Learner, r: ResumeState) -> None:
             f'The checkpoint is of a fit of {n or "so many"} epochs, this one has '
             f'{learn.n_epoch or "a budget"}: schedules continue from the finished share.'
         )
-    if loop['stopping'] and n and learn.n_epoch and learn.n_epoch > n:
-        warn_user(
-            f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends there, too. To train '
-            'on, restore it with `learn.load_checkpoint_state(state)`, and fit without `resume`.'
-        )
     n_processes = len(r.state.get('processes', [{}]))
     n_now = learn.world.data_size
     if r.point == 'epoch' or n_processes == n_now:
@@ -242,6 +238,17 @@ def _warn_of_differences(learn: Learner, r: ResumeState) -> None:
     )
 
 
+def _warn_of_stop(learn: Learner, r: ResumeState) -> None:
+    "Warn if a longer fit ends at once, because the fit of the checkpoint was stopped."
+    n = r.loop['n_epoch']
+    if learn.run.stopping and learn.run.depth and n and learn.n_epoch and learn.n_epoch > n:
+        warn_user(
+            f'The fit of the checkpoint was stopped in epoch {r.loop["epoch"]}, and this one ends there, too. To train '
+            'on, give the callback that has stopped it more patience or a later limit; or restore the state with '
+            '`learn.load_checkpoint_state(state)`, and fit without `resume`.'
+        )
+
+
 def _describe_next(learn: Learner, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop = r.loop
@@ -250,7 +257,9 @@ def _describe_next(learn: Learner, r: ResumeState) -> str:
     if r.point == 'batch':
         n_iter = f' of {loop["n_iter"]}' if loop['n_iter'] else ''
         return f'in epoch {loop["epoch"]}{total}, after {loop["n_drawn"]}{n_iter} batches.'
-    if loop['stopping'] or loop['epoch'] + 1 == n:
+    if loop['stopping']:
+        return f'after epoch {loop["epoch"]}, in which it was stopped.'
+    if loop['epoch'] + 1 == n:
         return f'after epoch {loop["epoch"]}, its last.'
     return f'with epoch {loop["epoch"] + 1}{total}.'
 
@@ -323,6 +332,8 @@ def restore_state(learn: Learner, resume: ResumeState) -> None:
     _restore_flags(learn, state)
     _restore_counters(learn, resume.loop)
     _load_callbacks(learn, resume)
+    ask_stoppers(learn)
+    _warn_of_stop(learn, resume)
     if resume.path is not None:
         read_own_files(learn, resume.path)
     restore_rng(state['rng'])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -10,8 +11,8 @@ from typing_extensions import override
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
-from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.stopper import Stopper
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -73,7 +74,12 @@ def parse_iteration(every: Any) -> int:
     return int(every.value)
 
 
-class Budget(Callback):
+def find_budget(learn: Learner) -> Budget | None:
+    "Return the callback that ends the fit at an amount of batches, samples or another unit, or None."
+    return next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
+
+
+class Budget(Stopper):
     """Stop the fit at the end of the batch that uses up its budget; `pct_train` is the used share.
 
     `fit('2h')` adds it. The current epoch ends as usual, with its evaluation and its checkpoints. Checkpointed: the
@@ -90,15 +96,17 @@ class Budget(Callback):
     def __init__(self, total: str | int | Time = '1ep') -> None:
         self.total = as_time(total, 'ep')
         self.total_at_start = 0.0  # amount that the Learner had finished at the start of the fit
-        self._has_stopped = False  # True if the budget has stopped the fit
         self._shares: list[float] = []  # used share at the start of the fit and after each epoch
+        # used share and number of batches when this process began to train
+        self._first = 0.0, 0.0
         if self.total.unit == 'sec':
             self.nondeterministic_state = ('began',)
 
     def before_fit(self) -> None:
         self.total_at_start = self.learn.finished(self.total.unit)
-        self._has_stopped = False
+        self.has_stopped = False
         self._shares = [self.share()]
+        self._first = self.share(), self.learn.finished('ba')
 
     def before_train(self) -> None:
         self.learn.pct_train = min(1.0, self.share())
@@ -118,22 +126,35 @@ class Budget(Callback):
         "Return the used share of the budget; it may exceed 1."
         return (self.learn.finished(self.total.unit) - self.total_at_start) / self.total.value
 
+    def estimate_batches_left(self) -> int | None:
+        "Return the number of batches until the budget is used up, at the rate so far; None before the first batch."
+        share, batches = self._first
+        used = self.share() - share
+        if self.total.unit == 'ba':
+            return max(0, ceil(self.total.value * (1 - self.share())))
+        if used <= 0:
+            return None
+        return max(0, round((self.learn.finished('ba') - batches) * (1 - self.share()) / used))
+
+    @override
+    def is_over(self) -> bool:
+        "Return True if the budget is used up."
+        return self.share() >= 1
+
     def _update_share(self) -> None:
         share = self.share()
         self.learn.pct_train = min(1.0, share)
         if share < 1 or self.learn.run.stopping:
             return
-        self._has_stopped = True
+        self.has_stopped = True
         self.learn.run.stopping = True  # on every rank, because all ranks count the same amount
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {'began': self.total_at_start, 'ended': self._has_stopped}
+        return {'began': self.total_at_start, 'ended': self.has_stopped}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.total_at_start = sd['began']
-        self._has_stopped = sd['ended']
-        if self._has_stopped and self.share() < 1:
-            # the fit is resumed with a larger budget
-            self._has_stopped = self.learn.run.stopping = False
+        self.has_stopped = sd['ended']
+        self._first = self.share(), self.learn.finished('ba')

@@ -88,7 +88,7 @@ class Lengths:
                 f'{what} ended after {n} of its {said} batches. Its length is wrong, or a StopIteration was raised '
                 'inside the data set, which looks like the end.'
             )
-        else:
+        elif not learn.training or learn.n_epoch is not None:  # otherwise schedules follow a budget
             schedules = ''
             if learn.training and expected is not None and n > expected:
                 schedules = f' Schedules stopped after batch {expected}; the next epoch expects {n} batches.'

@@ -55,9 +55,33 @@ def compute_batch_loss(
         loss = own_loss
     elif learn.loss_func is not None and _needs_no_targets(learn):
         loss = loss_of(learn, pred)
+    elif learn.loss_func is None and learn.training and are_losses(pred):
+        loss = pred
     else:
+        loss = None
+    if loss is None:
+        _accept_no_loss(learn)
         return None
     return loss if isinstance(loss, Tensor) else total_loss(learn, loss)
+
+
+def are_losses(output: Any) -> bool:
+    """Return True for a dict of named losses, which a detector of torchvision returns in training.
+
+    >>> are_losses({'box': torch.tensor(1., requires_grad=True), 'count': torch.tensor(2.)})
+    True
+    """
+    parts = list(output.values()) if isinstance(output, Mapping) else []
+    are_scalars = all(isinstance(part, Tensor) and part.ndim == 0 for part in parts)
+    return are_scalars and any(part.requires_grad for part in parts)
+
+
+def _accept_no_loss(learn: Learner) -> None:
+    "Set the loss to None for a batch of an evaluation; raise `LossError` if a loss function returned None in training."
+    if not learn.training:
+        learn.loss = None
+    elif learn.loss_func is not None and (learn.yb or _needs_no_targets(learn)):
+        total_loss(learn, None)
 
 
 def loss_of(learn: Learner, pred: Any) -> Any:

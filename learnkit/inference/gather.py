@@ -52,6 +52,7 @@ class BatchCollector(Callback):
     ) -> None:
         self.with_input = with_input
         self.with_loss = with_loss
+        self._lacks_loss = False  # whether a batch had a prediction and no loss
         self.with_targs = with_targs
         self._cpu = cpu
         self._depth: int | None = None  # depth of the collected run
@@ -76,6 +77,7 @@ class BatchCollector(Callback):
         if not self._is_collected_run() or 'pred' not in learn.__dict__:
             return
         if self.with_loss and 'loss_grad' not in learn.__dict__:
+            self._lacks_loss = learn.loss is None
             return
         n = sample_count(learn)
         entries = {'n': n, 'preds': self._detach(learn.pred)}
@@ -211,10 +213,14 @@ class GatherPredsCallback(BatchCollector):
     def all_tensors(self) -> list[Any]:
         """Return the gathered values: [inputs,] predictions, targets[, losses].
 
-        Raises `BatchError` if no batch was predicted on.
+        Raises `BatchError` if no batch was predicted on, and `LossError` if no batch had a requested loss.
         """
         self._join()  # the batches of an interrupted run are not concatenated yet
         if not self._sizes:
+            if self._lacks_loss:
+                raise LossError(
+                    'with_loss=True: the model has no loss in evaluation. Leave the option out.'
+                )
             raise BatchError(
                 'There is nothing to return: not one batch was predicted on. Does a callback '
                 'cancel them all?'

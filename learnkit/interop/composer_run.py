@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.time import Timestamp
+from learnkit.engine.budget import find_budget
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
 from learnkit.interop.composer_state import (
@@ -24,7 +25,7 @@ from learnkit.interop.composer_state import (
     wrap_values,
 )
 from learnkit.interop.composer_time import types_for
-from learnkit.interop.hooks import collect_epoch_values, find_budget
+from learnkit.interop.hooks import collect_epoch_values
 from learnkit.metrics.averages import ModelMetric
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from learnkit.core.errors import CallbackError
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
+from learnkit.engine.budget import find_budget
 from learnkit.engine.lengths import epoch_length
-from learnkit.interop.hooks import StandIn, batches_per_step, find_budget
+from learnkit.interop.hooks import StandIn, batches_per_step
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner

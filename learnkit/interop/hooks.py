@@ -13,7 +13,6 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, OptionError
 from learnkit.core.kinds import explain_kind, find_kind
-from learnkit.engine.budget import Budget
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.engine.callback_state import encode
 from learnkit.loggers import Logger, log_images, log_params, log_text
@@ -160,11 +159,6 @@ def collect_epoch_values(learn: Learner) -> dict[str, Any]:
     "Return the values of the current epoch by column; nothing without a Recorder."
     recorder = recorder_of(learn)
     return {} if recorder is None else recorder.epoch_metrics.values
-
-
-def find_budget(learn: Learner) -> Budget | None:
-    "Return the callback that ends the fit at an amount of batches, samples or another unit, or None."
-    return next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
 
 
 def send_to_loggers(learn: Learner, method: str, *content: Any) -> None:

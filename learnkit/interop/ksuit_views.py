@@ -18,9 +18,10 @@ from learnkit.core.errors import LoaderError, MetricError, did_you_mean
 from learnkit.core.files import atomic_write
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.budget import find_budget
 from learnkit.engine.lengths import find_length
 from learnkit.interop.composer_state import log_as_named
-from learnkit.interop.hooks import find_budget, send_to_loggers
+from learnkit.interop.hooks import send_to_loggers
 from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
 

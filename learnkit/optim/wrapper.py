@@ -106,6 +106,8 @@ class OptimWrapper(torch.optim.Optimizer):
         is_single = isinstance(opt, torch.optim.Optimizer)
         self.optimizers = {'': opt} if is_single else name_optimizers(opt)
         self.n_steps = 0
+        # steps that each of several optimizers took alone, by name
+        self._n_steps_alone: dict[str, int] = {}
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # the slots of each group of the splitter, one for each of its parts
@@ -242,7 +244,20 @@ class OptimWrapper(torch.optim.Optimizer):
             res = o.step(closure)
         drop_casts()
         self.n_steps += 1
+        if only is not None:
+            name = str(self.name_of(only))
+            self._n_steps_alone[name] = self._n_steps_alone.get(name, 0) + 1
         return res
+
+    def count_steps(
+        self,
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
+    ) -> int:
+        "Return the number of steps, or the number of those in which one of several optimizers took part."
+        if only is None:
+            return self.n_steps
+        alone = self._n_steps_alone
+        return self.n_steps - sum(alone.values()) + alone.get(str(self.name_of(only)), 0)
 
     def _select(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
         "Return the optimizer with a name or index, or all for None."
@@ -290,10 +305,7 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def hypers(self) -> L:
         "The hyperparameters of each group by fastai's names, as writable mappings."
-        return L(
-            Hypers(groups, self.exempt, partial(self._split_group, i))
-            for i, groups in enumerate(self._find_groups())
-        )
+        return self.select_hypers()
 
     @hypers.setter
     def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
@@ -301,6 +313,26 @@ class OptimWrapper(torch.optim.Optimizer):
         for own, row in zip(self.hypers, values, strict=True):
             for name, value in row.items():
                 own[name] = value
+
+    def select_hypers(
+        self,
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
+    ) -> L:
+        "Return the hyperparameters of each group, or of the groups of one of several optimizers."
+        found = self._find_groups()
+        return L(
+            Hypers(found[i], self.exempt, partial(self._split_group, i))
+            for i in self.find_indices(only)
+        )
+
+    def find_indices(
+        self,
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
+    ) -> list[int]:
+        "Return the indices of all groups, or of the groups of one of several optimizers."
+        optimizers = list(self._select(only))
+        self._find_groups()
+        return [i for i, slots in enumerate(self.positions) if slots[0][0] in optimizers]
 
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."

@@ -72,6 +72,30 @@ def test_onnx_computes_the_same_at_any_batch_size(tmp_path: Path) -> None:
             assert torch.allclose(got, learn.model.eval()(x), atol=1e-5)
 
 
+def test_onnx_has_free_axes(tmp_path: Path) -> None:
+    pytest.importorskip('onnxscript')
+    runtime = pytest.importorskip('onnxruntime')
+    layers = nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    free = {'input': {2: 'height', 3: 'width'}}
+    cb = ExportForInference('net.onnx', dynamic_shapes=free)
+    learn = learner(tmp_path, cb, model=nn.Sequential(*layers))
+    learn.fit(1)
+    session = runtime.InferenceSession(str(tmp_path / 'net.onnx'))
+    x = torch.randn(5, 1, 9, 13)
+    got = torch.tensor(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    with torch.no_grad():
+        assert torch.allclose(got, learn.model.eval()(x), atol=1e-5)
+
+
+def test_a_size_that_the_model_refuses_is_an_error_before_training(tmp_path: Path) -> None:
+    free = {'input': {2: 'height', 3: 'width'}}
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    learn = learner(tmp_path, ExportForInference(dynamic_shapes=free), model=model)
+    with pytest.raises(ModelError):
+        learn.fit(1)
+    assert learn.time.ba == 0
+
+
 class Named(nn.Module):
     "A model that takes the entries of a batch as keyword arguments."
 

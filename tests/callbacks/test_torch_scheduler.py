@@ -17,6 +17,7 @@ from learnkit import (
     CancelStepException,
     Checkpoint,
     GradientAccumulation,
+    Learner,
 )
 from learnkit.callbacks.schedule import LRScheduler
 from learnkit.core.errors import MetricError, OptimizerError, OptionError
@@ -353,3 +354,70 @@ def test_another_scheduler_is_refused_before_training(make: Any, message: str, b
         learn.fit(1, cbs=LRScheduler(make, by=by))
     assert learn.train_iter == 0
     learn.fit(1)
+
+
+# -- one of several optimizers ------------------------------------------------------------------------
+
+
+class Alternating(Learner):
+    "Step one optimizer in each batch, and the other one in every third batch."
+
+    def train_batch(self) -> None:
+        loss = self.compute_loss(self.forward(self.model, self.x))
+        self.optimize(loss, only='fast')
+        if self.iter % 3 == 2:
+            loss = self.compute_loss(self.forward(self.model, self.x))
+            self.optimize(loss, only='slow')
+
+
+def two_optimizers(*cbs: Any) -> Any:
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    opts = {
+        'fast': torch.optim.Adam(model[0].parameters(), lr=0.5),
+        'slow': torch.optim.SGD(model[1].parameters(), lr=0.25),
+    }
+    dls = synth_learner(n_train=7).dls
+    return Alternating(dls, model, nn.MSELoss(), opt_func=opts, cbs=list(cbs))
+
+
+def halve(**options: Any) -> LRScheduler:
+    return LRScheduler(partial(torch_lr.StepLR, step_size=1, gamma=0.5), **options)
+
+
+def rates_of_optimizers(learn: Any) -> list[float]:
+    return [learn.opt[name].param_groups[0]['lr'] for name in ('fast', 'slow')]
+
+
+def test_a_scheduler_of_one_optimizer_follows_the_steps_of_that_one() -> None:
+    learn = two_optimizers(halve(by='batch', only='fast'), halve(by='batch', only='slow'))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+        assert rates_of_optimizers(learn) == [0.5 / 2**7, 0.25 / 2**2]
+        learn.fit(1)  # the rates begin again with each fit
+    assert rates_of_optimizers(learn) == [0.5 / 2**7, 0.25 / 2**2]
+
+
+def test_a_scheduler_of_one_optimizer_leaves_the_other_one() -> None:
+    learn = two_optimizers(halve(only=1))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(2)
+    assert rates_of_optimizers(learn) == [0.5, 0.25 / 2**2]
+
+
+def test_schedulers_of_two_optimizers_resume(tmp_path: Path) -> None:
+    cbs = [halve(by='batch', only='fast'), halve(by='batch', only='slow')]
+    learn = two_optimizers(*cbs, Checkpoint('2ba', tmp_path, keep_last=None))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    for path in sorted(tmp_path.glob('*.ckpt')):
+        resumed = two_optimizers(halve(by='batch', only='fast'), halve(by='batch', only='slow'))
+        with resumed.no_bar(), resumed.no_logging():
+            resumed.fit(1, resume=path)
+        assert rates_of_optimizers(resumed) == rates_of_optimizers(learn)
+
+
+def test_a_scheduler_of_an_unknown_optimizer_is_refused_before_training() -> None:
+    learn = two_optimizers(halve(only='fats'))
+    with learn.no_bar(), pytest.raises(OptimizerError, match='fast'):
+        learn.fit(1)
+    assert learn.time.ba == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import ModelError, OptionError
@@ -112,3 +113,98 @@ def test_a_batch_of_an_iterator_is_not_taken(tmp_path: Path) -> None:
         learn.export()
     assert len(next(drawn)) == 2
     assert loaded(learn.export(sample=torch.randn(1, 2)))(torch.zeros(5, 2)).shape == (5, 1)
+
+
+# -- free axes -----------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    "Attend over the tokens of a sequence, with a table of 32 positions."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.positions = nn.Embedding(32, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x, _ = self.attention(x, x, x, key_padding_mask=padding)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+class OneSize(nn.Module):
+    "Depend on the size of the sample."
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum((1, 2))
+        return total + 1 if x.shape[1] == 8 else total
+
+
+def sequence_learner(n: int, path: Path) -> Any:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 11, (16, n))
+    data = tokens, torch.zeros(16, n, dtype=torch.bool), torch.randn(16, 1)
+    dls = DataLoaders.from_tensors(data, bs=4, n_inp=2)
+    return Learner(dls, Attention(), nn.MSELoss(), path=path)
+
+
+@pytest.mark.parametrize('dim', ['length', Dim('length', max=32), Dim('length', max=20)])
+def test_a_program_with_free_axes_computes_other_sizes(dim: Any, tmp_path: Path) -> None:
+    learn = sequence_learner(12, tmp_path)
+    path = learn.export(dynamic_shapes={'tokens': {1: dim}, 'padding': {1: dim}})
+    program = torch.export.load(path).module()
+    for n_samples, length in ((1, 12), (5, 20), (3, 7)):
+        tokens = torch.randint(0, 11, (n_samples, length))
+        padding = torch.zeros(n_samples, length, dtype=torch.bool)
+        with torch.no_grad():
+            expected = learn.model.eval()(tokens, padding)
+        torch.testing.assert_close(program(tokens, padding), expected)
+
+
+@pytest.mark.parametrize(
+    ('axes', 'error', 'message'),
+    [
+        ({'token': {1: 'length'}}, OptionError, 'tokens'),
+        ({'tokens': {2: 'length'}}, OptionError, 'below 2'),
+        ({'tokens': 'length'}, OptionError, 'length'),
+        ({'tokens': {1: 'length'}}, ModelError, '12'),  # the mask keeps its length
+    ],
+)
+def test_free_axes_that_cannot_be_exported(
+    axes: Any, error: Any, message: str, tmp_path: Path
+) -> None:
+    learn = sequence_learner(12, tmp_path)
+    with pytest.raises(error, match=message):
+        learn.export(dynamic_shapes=axes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_fails_at_a_second_size_needs_bounds(tmp_path: Path) -> None:
+    learn = sequence_learner(32, tmp_path)
+    free = {name: {1: 'length'} for name in ('tokens', 'padding')}
+    with pytest.raises(ModelError, match='64'):
+        learn.export(dynamic_shapes=free)
+    assert not list(tmp_path.iterdir())
+    bound = Dim('length', max=32)
+    assert learn.export(dynamic_shapes={name: {1: bound} for name in free}).exists()
+
+
+def test_a_model_of_one_size_is_refused(tmp_path: Path) -> None:
+    x = torch.randn(16, 8, 8)
+    learn = Learner(DataLoaders.from_tensors((x, x.sum((1, 2))), bs=4), OneSize(), path=tmp_path)
+    with pytest.raises(ModelError, match='8'):
+        learn.export(dynamic_shapes={'x': {1: 'height', 2: 'width'}})
+
+
+def test_axes_of_an_image_are_free(tmp_path: Path) -> None:
+    layers = nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(4, 2))
+    dls = DataLoaders.from_tensors((torch.randn(16, 1, 8, 8), torch.randn(16, 2)), bs=4)
+    learn = Learner(dls, model, nn.MSELoss(), path=tmp_path)
+    path = learn.export(dynamic_shapes={'input': {2: 'height', 3: 'width'}})
+    x = torch.randn(3, 1, 10, 13)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.load(path).module()(x), model.eval()(x))
