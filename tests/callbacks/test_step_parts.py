@@ -79,8 +79,8 @@ def test_a_part_may_ask_for_the_ordinary_step() -> None:
     learn, backend = compiled(learner(cbs=Later()))
     assert backend.calls == 0
     learn.fit(1)
-    # the state is read again after each ordinary step
-    assert backend.calls == 2 and learn.later.refused == [4]
+    # the state is read again before each step
+    assert backend.calls == 3 and learn.later.refused == [4]
 
 
 class Weaker(GradientClip):
@@ -89,10 +89,11 @@ class Weaker(GradientClip):
         super().before_step()
 
 
-def test_a_subclass_with_another_handler_needs_the_ordinary_step() -> None:
-    learn, backend = compiled(learner(cbs=Weaker(1.0)))
-    learn.fit(1)
-    assert backend.calls == 0 and 'Weaker.before_step has to be called' in learn.explain_step()
+def test_a_handler_of_a_subclass_is_called() -> None:
+    plain, learn, backend = fit_both(lambda: learner(cbs=Weaker(1.0)))
+    assert 'Weaker.before_step has to be called' in learn.explain_step()
+    assert backend.calls == 19 and distance(plain, learn) < 1e-6
+    assert learn.weaker.max_norm == plain.weaker.max_norm == pytest.approx(0.9**20)
 
 
 class Wrong(Checked):
