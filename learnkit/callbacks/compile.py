@@ -164,8 +164,11 @@ class WholeStep:
         if (self._takes_step() if takes_step is None else takes_step) in self.ready:
             return
         self._find_refusals()
-        if not self.refused:
-            self.ready.add(self._takes_step() if takes_step is None else takes_step)
+        if self.refused:
+            return
+        takes_step = self._takes_step() if takes_step is None else takes_step
+        if self.learn.opt.n_steps or not takes_step:  # else the optimizer has no state yet
+            self.ready.add(takes_step)
 
     def _find_refusals(self) -> None:
         "Run the checks that are too slow for each batch."
@@ -213,7 +216,7 @@ class WholeStep:
         for part in parts:
             state = part.read_state()
             if state is None:
-                self.waiting = f'{type(part.cb).__name__} took part itself'
+                self.waiting = f'{type(part.cb).__name__} asks for the ordinary step'
                 return None
             states.append(state)
         cls = StepPlan if takes_step else PassPlan
@@ -271,8 +274,8 @@ class WholeStep:
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
         # a class with a training batch of its own may never ask for a compiled step
-        refused = self.refused or list(find_overrides(self.learn))
-        reasons = [self.failure] if self.failure else [*self._find_blocks(), *refused]
+        reasons = [self.failure] if self.failure else list(find_overrides(self.learn))
+        reasons = reasons or [*self._find_blocks(), *self.refused]
         if not reasons and self.waiting and not self.n_compilations:
             reasons = [self.waiting]
         if reasons:
@@ -357,8 +360,7 @@ class WholeStep:
             out = self._compile(code, args, on_gpu)
         if on_gpu:
             return map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
-        for i in code.shared:
-            out[-1][i] = out[-1][i].clone()
+        separate(out[-1], code.shared)
         return out
 
     def _evaluate(self, code: Code, args: tuple[Any, ...]) -> Any:
@@ -387,7 +389,7 @@ class WholeStep:
         self.n_compilations += 1
         with self.dynamo.config.patch(trace_autograd_ops=True):
             out = code.compiled(*args)
-        code.shared = find_shared(out[-1])
+        code.shared |= find_shared(out[-1])
         return out
 
     def _list_options(self, on_gpu: bool) -> dict[str, Any]:
@@ -415,7 +417,7 @@ class Code:
     def __init__(self, is_first: bool) -> None:
         self.function = copy_function(whole_step)
         self.compiled: Any = None  # result of torch.compile, made before the first call
-        self.shared: list[int] = []  # gradients in its result that share memory
+        self.shared: set[int] = set()  # indices of gradients in its result that share memory
         # the first shape is compiled at once, others when they come again
         self.n_batches = 1 if is_first else 0
 
@@ -455,15 +457,15 @@ def get_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def find_shared(grads: list[Tensor | None]) -> list[int]:
+def find_shared(grads: list[Tensor | None]) -> set[int]:
     """Return the indices of gradients that share memory with earlier ones, or within themselves.
 
     >>> a = torch.ones(2)
     >>> find_shared([a, None, a[:1], torch.ones(2), torch.ones(1).expand(3)])
-    [2, 4]
+    {2, 4}
     """
     seen: set[int] = set()
-    shared = []
+    shared = set()
     for i, grad in enumerate(grads):
         if grad is None:
             continue
@@ -472,9 +474,17 @@ def find_shared(grads: list[Tensor | None]) -> list[int]:
             n > 1 and step == 0 for n, step in zip(grad.shape, grad.stride(), strict=True)
         )
         if place in seen or repeats:
-            shared.append(i)
+            shared.add(i)
         seen.add(place)
     return shared
+
+
+def separate(grads: list[Tensor | None], shared: set[int]) -> None:
+    "Replace gradients that share memory by copies, since optimizers and clipping change gradients in place."
+    for i in shared:
+        grad = grads[i]
+        if grad is not None:
+            grads[i] = grad.clone(memory_format=torch.contiguous_format)
 
 
 def advise_fused(learn: Learner) -> str:
@@ -484,9 +494,10 @@ def advise_fused(learn: Learner) -> str:
         loops = 'fused' in group and not group['fused'] and not group.get('foreach')
         if loops and all(p.device.type == 'cpu' for p in group['params']):
             name = type(opt).__name__
+            is_class = getattr(learn.opt_func, 'func', learn.opt_func) is type(opt)
+            fix = f'opt_func=partial(torch.optim.{name}, fused=True)' if is_class else 'fused=True'
             return (
-                f' {name} updates one tensor after the other on a CPU: '
-                f'`opt_func=partial(torch.optim.{name}, fused=True)` updates all at once.'
+                f' {name} updates one tensor after the other on a CPU: `{fix}` updates all at once.'
             )
     return ''
 

@@ -45,12 +45,7 @@ def find_refusals(learn: Learner) -> Iterator[str]:
 def find_overrides(learn: Learner) -> Iterator[str]:
     "Yield the methods of the loop that the class of a Learner overrides, except the optimizer's step."
     for name in list_overrides(learn):
-        if name == 'train_batch':
-            yield (
-                f'{type(learn).__name__} has its own `train_batch` (`learn.compile()` compiles the '
-                'model for it)'
-            )
-        elif name != '_step':
+        if name != '_step':
             yield f'{type(learn).__name__} has its own `{name}`'
 
 

@@ -58,30 +58,20 @@ def whole_step(
     "Run forward, loss, backward and update, with the parts of callbacks."
     if not torch.compiler.is_compiling():
         raise NotCompiled
-    own = [
-        {**values, **{name: numbers[i] for name, i in found.items()}}
-        for values, found in zip(given, places, strict=True)
-    ]
+    own = add_numbers(given, places, numbers)
     changed = [] if update is None else [params, update.states]
     before = keep_values([*changed, given, list(model.buffers())]) if may_undo else []
 
-    pred, loss = compute_loss(model, loss_func, functions, own, names, xb, yb)
-    losses = None
-    if not isinstance(loss, Tensor):
-        losses = {name: part.detach() for name, part in loss.items()}
-        loss = loss['loss'] if 'loss' in loss else sum(loss.values())
-    minimized = loss
-    for f, i in functions['after_loss']:
-        pred, minimized = f(pred, minimized, own[i])
-    for f, i in functions['before_backward']:
-        minimized = f(minimized, own[i])
+    pred, loss, losses = compute_loss(model, loss_func, functions, own, names, xb, yb)
+    pred, minimized = change_loss(pred, loss, functions, own)
     grads = torch.autograd.grad(minimized, params, allow_unused=True)
 
     with torch.no_grad():
         if update is not None:
             update_parameters(params, grads, update, numbers, functions, own)
-        if may_undo:
-            restore_unless([values['accept'] for values in own if 'accept' in values], before)
+        accepted = [values['accept'] for values in own if 'accept' in values]
+        if may_undo and accepted:
+            restore_unless(accepted, before)
         found = list_found(own, given, places)
         return (
             to_detach(pred, cpu=False),
@@ -93,6 +83,16 @@ def whole_step(
         )
 
 
+def add_numbers(
+    given: list[dict[str, Any]], places: list[dict[str, int]], numbers: Tensor
+) -> list[dict[str, Any]]:
+    "Return the state of each part with its numbers."
+    return [
+        {**values, **{name: numbers[i] for name, i in found.items()}}
+        for values, found in zip(given, places, strict=True)
+    ]
+
+
 def compute_loss(
     model: nn.Module,
     loss_func: Callable[..., Any] | None,
@@ -101,8 +101,8 @@ def compute_loss(
     names: tuple[Any, ...] | None,
     xb: tuple[Any, ...],
     yb: tuple[Any, ...],
-) -> tuple[Any, Any]:
-    "Return prediction and loss of a batch."
+) -> tuple[Any, Tensor, dict[str, Tensor] | None]:
+    "Return prediction, loss and named parts of the loss of a batch."
     for f, i in functions['before_pred']:
         xb, yb = f(xb, yb, own[i])
 
@@ -118,7 +118,22 @@ def compute_loss(
         ((f, i),) = functions['loss']
         return pred, f(loss_func, pred, yb, own[i])
 
-    return run_within(functions['forward'], own, run_model)
+    pred, loss = run_within(functions['forward'], own, run_model)
+    if isinstance(loss, Tensor):
+        return pred, loss, None
+    losses = {name: part.detach() for name, part in loss.items()}
+    return pred, loss['loss'] if 'loss' in loss else sum(loss.values()), losses
+
+
+def change_loss(
+    pred: Any, loss: Tensor, functions: Functions, own: list[dict[str, Any]]
+) -> tuple[Any, Tensor]:
+    "Return the prediction and the loss to minimize, as callbacks change them."
+    for f, i in functions['after_loss']:
+        pred, loss = f(pred, loss, own[i])
+    for f, i in functions['before_backward']:
+        loss = f(loss, own[i])
+    return pred, loss
 
 
 def run_within(contexts: Contexts, own: list[dict[str, Any]], f: Callable[[], Any]) -> Any:
