@@ -753,10 +753,12 @@ class Learner(Loop):
 
         The model's state dict keeps its keys. With `step=True`, training starts with an ordinary
         step, after which the optimizer has its state. `explain_step` reports which kind of step
-        runs, and why. Compiled steps support SGD, Adam and AdamW of torch and of learnkit, with a
-        single optimizer and without microbatches. Callbacks that act within the step take part by
-        a method `compiled_step`. After a compiled step `pred` and `loss_grad` are detached; the
-        parameters' `grad` is never set.
+        runs, and why. Compiled steps support SGD, Adam and AdamW of torch and of learnkit. Forward
+        and backward alone are compiled, and the ordinary step of the optimizer follows, with
+        accumulated gradients, microbatches, several optimizers or another optimizer, SAM and fp16.
+        Callbacks that act within the step take part by a method `compiled_step`. After a compiled
+        step `pred` and `loss_grad` are detached; the parameters' `grad` is not set if the update is
+        compiled too.
 
         The step is compiled once for each shape of batches, up to 8: at once for the first shape,
         for another one when it comes the second time, such as the smaller last batch of the second

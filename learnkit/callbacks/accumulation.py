@@ -16,7 +16,7 @@ from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.custom_batch import OptimizeCall
 from learnkit.engine.loss_weights import check_is_mean
-from learnkit.engine.microbatch import divide
+from learnkit.engine.microbatch import divide, scale_loss
 
 
 @dataclass
@@ -111,20 +111,42 @@ class GradientAccumulation(Callback):
 
     def before_backward(self) -> None:
         learn = self.learn
-        total = self._find_sum()
         if not self._is_checked:
             self._is_checked = True
             check_is_mean(learn, vars(learn).get('pred'))
+        share = self._find_share()
+        if share is not None:
+            learn.loss_grad = learn.loss_grad * share
+
+    def _find_share(self) -> Any:
+        "Return the share of the batch in the gradient of its step; None for a 'sum' loss."
+        learn = self.learn
+        total = self._find_sum()
         if not learn.microbatch:
             self._is_counted = False
             self._batch = self._measure()
         if self._batch is None or self._batch[1] is None:
-            return
+            return None
         n = self._batch[0]
         weight = widen_weight(self._batch[1], learn.loss)
         if total.divisor is None:
             total.divisor = self._expect_divisor(n, weight)
-        learn.loss_grad = learn.loss_grad * (weight / total.divisor)
+        return weight / total.divisor
+
+    def compiled_step(self) -> dict[str, Any]:
+        "Return the weighting of the loss in compiled passes; the step of the optimizer is the ordinary one."
+        return {
+            'state': self._read_state,
+            'before_backward': scale_loss,
+            'finish': lambda found: self.after_backward(),
+        }
+
+    def _read_state(self) -> dict[str, Any] | None:
+        "Return the share of the batch; None for the first batch, whose loss is checked."
+        if not self._is_checked:
+            return None
+        share = self._find_share()
+        return {} if share is None else {'share': share}
 
     def _expect_divisor(self, n: int, weight: Any) -> Any:
         "Return the expected weight of all batches of a step, from its first batch."

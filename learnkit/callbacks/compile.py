@@ -7,8 +7,15 @@ step, forward, loss, backward and optimizer update, into one function (on a GPU 
 
 Handlers cannot be called inside such a step. A callback with handlers between `before_pred` and
 `after_step` offers functions of tensors in their place, by a method `compiled_step`
-(`learnkit.callbacks.step_parts`). Without them the ordinary step runs, and `explain_step()` names
-the callback. All other events occur as usual. This module keeps everything else unchanged too:
+(`learnkit.callbacks.step_parts`). Without them
+
+- forward and backward are compiled alone, if only the optimizer's step has such handlers. It then
+  runs as usual, and also where it cannot be compiled: if gradients accumulate, with microbatches,
+  with several optimizers, with optimizers other than SGD and Adam;
+- otherwise the ordinary step runs.
+
+`explain_step()` names the step that runs, and the reasons. All other events occur as usual. This
+module keeps everything else unchanged too:
 
 - The weights equal the ordinary step's weights (fp32: within 1e-6 of their norm after 100 steps),
   dropout included.
@@ -20,39 +27,37 @@ the callback. All other events occur as usual. This module keeps everything else
 - A step that cannot be compiled raises no error: the ordinary step runs, and `explain_step()` gives
   the reason.
 
-`learnkit.callbacks.whole_step` holds the compiled function; this module decides which step runs.
+`learnkit.callbacks.whole_step` holds the compiled function, `step_plan` its arguments, and
+`step_refusals` the reasons; this module decides which step runs.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, is_autocast_enabled, nn
+from torch.utils.hooks import RemovableHandle
 
 from learnkit.callbacks.step_parts import Handlers, Part
-from learnkit.callbacks.update_rules import RULES
-from learnkit.callbacks.whole_step import NotCompiled, Plan, has_tensor, whole_step
+from learnkit.callbacks.step_plan import PassPlan, StepPlan
+from learnkit.callbacks.step_refusals import find_overrides, find_refusals, find_step_refusals
+from learnkit.callbacks.whole_step import NotCompiled, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
-from learnkit.engine.custom_batch import list_overrides
+from learnkit.core.errors import StepPutOff
 from learnkit.engine.loss import total_loss
-from learnkit.engine.seams import train_whole_batch
-from learnkit.optim.wrapper import OptimWrapper
+from learnkit.engine.seams import run_passes, train_whole_batch
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 MAX_SHAPES = 8  # number of shapes of batches that are compiled; each takes seconds and memory
-RARE = ('amsgrad', 'dampening', 'differentiable', 'maximize')  # unsupported options
-# attributes of modules, parameters and optimizers
-HOOKS = (
-    '_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks '
-    '_post_accumulate_grad_hooks _optimizer_step_pre_hooks _optimizer_step_post_hooks'
-).split()
+Outputs = tuple[Any, ...]
 
 
 def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
@@ -81,7 +86,7 @@ def explain_step(learn: Learner) -> str:
 class WholeStep:
     """Training step of a Learner: compiled if possible, otherwise ordinary.
 
-    Takes the seam `batch` in a fit. Before every batch it checks for
+    Takes the seam `batch` in a fit, or `passes` of microbatches. Before every batch it checks for
     changes since the last batch: handlers, hooks, gradients, numbers, shapes. The checks take two or
     three microseconds in total. Each shape of batches has compiled code of its own; a further shape
     is compiled when it comes the second time.
@@ -96,12 +101,15 @@ class WholeStep:
         self.learn = learn
         self.options = options
         self.dynamo = dynamo
-        # arguments of the compiled step, made after an ordinary step
-        self.plan: Plan | None = None
-        self.refused: list[str] = []  # reasons why there can be no plan
+        # whether an ordinary batch has prepared the compiled step (True), or compiled passes (False)
+        self.ready: set[bool] = set()
+        self.plans: dict[bool, PassPlan] = {}  # arguments of the compiled code, likewise
+        self.n_hooks = 0  # next id of a hook in torch at the last check
+        self.refused: list[str] = []  # permanent reasons why nothing is compiled
+        self.step_refused: list[str] = []  # permanent reasons why passes alone are compiled
         self.waiting = ''  # reason why the last step was ordinary, and the next one may be compiled
         self.failure = ''  # reason why nothing is compiled any more
-        self.codes: dict[Any, Code] = {}  # compiled code by shapes of the batch
+        self.codes: dict[Any, Code] = {}  # compiled code by kind of plan and shapes of the batch
         self.n_compilations = 0
         if not (
             hasattr(dynamo.config, 'trace_autograd_ops')
@@ -113,64 +121,107 @@ class WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
     def seams(self, learn: Learner) -> dict[str, Any] | None:
-        "Return the training on a batch; microbatches train with the ordinary step."
-        return None if learn.microbatch else {'batch': self}
+        "Return the training on a batch, or the passes of a microbatch."
+        if learn.microbatch:
+            return {'passes': self.run_passes}
+        return {'batch': self, 'passes': self.run_passes}
 
     def __call__(self, learn: Learner) -> None:
-        if self.failure:
-            train_whole_batch(learn)
-            return
-        code = self._find_code() if self._fits() else None
-        if code is None:
-            self._run_ordinary()
-        else:
-            self._run_compiled(code)
+        "Train on the current batch."
+        plan = self._find_plan()
+        code = None if plan is None else self._find_code(plan)
+        if plan is None or code is None:
+            self._run_ordinary(train_whole_batch, then=self._prepare)
+        elif self._run(plan, code, train_whole_batch) and not plan.takes_step:
+            learn._take_step()
+            learn.opt.zero_grad()
 
-    def _run_ordinary(self) -> None:
-        "Run the ordinary step, then check whether the next step can be compiled."
-        train_whole_batch(self.learn)
-        if self.plan or self._find_blocks() or (self.refused and self.learn.iter):
-            return
-        # the reasons may change until the next epoch, which checks again
-        self.refused = list(find_refusals(self.learn))
-        if not self.refused:
-            self._make_plan()
+    def run_passes(self, learn: Learner) -> None:
+        "Run forward and backward of the current batch or microbatch."
+        ordinary = learn.parts.microbatches.run_passes if learn.microbatch else run_passes
+        plan = self._find_plan(takes_step=False)
+        code = None if plan is None else self._find_code(plan)
+        if plan is None or code is None:
+            self._run_ordinary(ordinary, then=partial(self._prepare, takes_step=False))
+        else:
+            self._run(plan, code, ordinary)
+
+    def _run_ordinary(self, ordinary: Callable[[Learner], None], then: Callable[[], None]) -> None:
+        "Run the ordinary step or passes, and then another function unless they failed."
+        try:
+            ordinary(self.learn)
+        except StepPutOff:
+            then()
+            raise
+        then()
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _fits(self) -> bool:
-        "Return True if the compiled step can run this batch; drop an outdated plan."
-        plan = self.plan
+    def _prepare(self, takes_step: bool | None = None) -> None:
+        "After an ordinary batch, check whether the next one can be compiled."
+        if self.failure or self._find_blocks() or (self.refused and self.learn.iter):
+            return  # permanent reasons may change until the next epoch, which checks again
+        if (self._takes_step() if takes_step is None else takes_step) in self.ready:
+            return
+        self._find_refusals()
+        if self.refused:
+            return
+        takes_step = self._takes_step() if takes_step is None else takes_step
+        if self.learn.opt.n_steps or not takes_step:  # else the optimizer has no state yet
+            self.ready.add(takes_step)
+
+    def _find_refusals(self) -> None:
+        "Run the checks that are too slow for each batch."
+        self.n_hooks = RemovableHandle.next_id
+        self.refused = list(find_refusals(self.learn))
+        self.step_refused = list(find_step_refusals(self.learn))
+
+    def _find_plan(self, takes_step: bool | None = None) -> PassPlan | None:
+        "Return the plan of the current batch, up to date; None if the batch needs the ordinary step."
         learn = self.learn
-        if plan is None or self._find_blocks():
-            return False
-        # before each epoch, also run the checks that are too slow for each batch
+        if self.failure or not self.ready or self._find_blocks():
+            return None
+        # before each epoch, and after a hook was registered, run the slow checks too
         starts = not learn.iter
-        if not plan.holds(learn) or (
-            (plan.has_new_hooks() or starts) and any(find_refusals(learn))
-        ):
-            self.plan = None
-            return False
+        if starts or self.n_hooks != RemovableHandle.next_id:
+            self._find_refusals()
+            if self.refused:
+                self.plans = {}
+                self.ready = set()
+                return None
         if starts:
             self._find_handlers(again=True)
-        is_current = plan.n_steps == learn.opt.n_steps and plan.parts == self._list_parts()
-        if starts or not is_current or not plan.read_parts():
-            return self._make_plan()
-        return True
+        takes_step = self._takes_step() if takes_step is None else takes_step
+        if takes_step not in self.ready:
+            return None
+        plan = self.plans.get(takes_step)
+        if plan is not None and not plan.holds(learn):
+            del self.plans[takes_step]
+            self.ready.remove(takes_step)
+            return None
+        if plan is None or starts or not self._is_current(plan):
+            return self._make_plan(takes_step)
+        return plan
 
-    def _make_plan(self) -> bool:
-        "Make the arguments of the compiled step; return False while a callback has no state for it."
-        parts = self._list_parts()
+    def _is_current(self, plan: PassPlan) -> bool:
+        "Return True if the numbers and the parts of a plan are current; read the states of the parts."
+        has_parts = plan.parts == self._list_parts(plan.takes_step)
+        return plan.is_current() and has_parts and plan.read_parts()
+
+    def _make_plan(self, takes_step: bool) -> PassPlan | None:
+        "Return new arguments of the compiled code; None while a callback has no state for it."
+        parts = self._list_parts(takes_step)
         states = []
         self.waiting = ''
         for part in parts:
             state = part.read_state()
             if state is None:
-                self.waiting = f'{type(part.cb).__name__} took part itself'
-                return False
+                self.waiting = f'{type(part.cb).__name__} asks for the ordinary step'
+                return None
             states.append(state)
-        self.plan = Plan(self.learn, parts, states, self.plan)
-        return True
+        cls = StepPlan if takes_step else PassPlan
+        plan = self.plans[takes_step] = cls(self.learn, parts, states, self.plans.get(takes_step))
+        return plan
 
     def _find_handlers(self, again: bool = False) -> Handlers:
         "Return the handlers inside the step."
@@ -181,21 +232,27 @@ class WholeStep:
             handlers = table['whole step'] = Handlers(self.learn)
         return handlers
 
-    def _list_parts(self) -> list[Part]:
-        "Return the parts of callbacks that are on."
-        return [part for part in self._find_handlers().parts if part.switch]
+    def _list_parts(self, takes_step: bool) -> list[Part]:
+        return self._find_handlers().list_parts(takes_step)
 
     def _find_blocks(self) -> list[str]:
         "Return the temporary conditions that need the ordinary step, such as handlers."
         learn = self.learn
         found = [reason for reason, switch in self._find_handlers().blocks if switch]
-        if learn.microbatch:
-            found.append('batches are split into microbatches')
         if learn.run.batch_device is not None and is_autocast_enabled(learn.run.batch_device.type):
             found.append('autocast is active')
         return found
 
-    def _find_code(self) -> Code | None:
+    def _find_step_blocks(self) -> list[str]:
+        "Return the conditions that need the optimizer's ordinary step."
+        blocks = self._find_handlers().step_blocks
+        return [*(reason for reason, switch in blocks if switch), *self.step_refused]
+
+    def _takes_step(self) -> bool:
+        "Return True if the optimizer's step can be compiled, too."
+        return not self._find_step_blocks()
+
+    def _find_code(self, plan: PassPlan) -> Code | None:
         "Return the code for the shapes of the batch; None for shapes that are not compiled yet."
         learn = self.learn
         if self.options.get('dynamic'):
@@ -203,80 +260,111 @@ class WholeStep:
         else:
             batch = (*learn.xb, *learn.yb)
             shapes = tuple([t.shape if type(t) is Tensor else describe(t) for t in batch])
-        code = self.codes.get(shapes)
+        code = self.codes.get((plan.takes_step, shapes))
         if code is None:
             if len(self.codes) >= MAX_SHAPES:
                 return None
-            code = self.codes[shapes] = Code(is_first=not self.codes)
+            is_first = not any(takes_step == plan.takes_step for takes_step, _ in self.codes)
+            code = self.codes[plan.takes_step, shapes] = Code(is_first)
         code.n_batches += 1
         return code if code.n_batches > 1 else None
 
+    # -- explanation -------------------------------------------------------------------------------
+
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
-        reasons = [self.failure] if self.failure else [*self._find_blocks(), *self.refused]
+        # a class with a training batch of its own may never ask for a compiled step
+        reasons = [self.failure] if self.failure else list(find_overrides(self.learn))
+        reasons = reasons or [*self._find_blocks(), *self.refused]
         if not reasons and self.waiting and not self.n_compilations:
             reasons = [self.waiting]
         if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.{advise_fused(self.learn)}'
-        if self.plan is None:
+        step_blocks = self._find_step_blocks()
+        if (not step_blocks) not in self.ready:
             return 'The ordinary step runs: compiling comes after the next training batch.'
-        n = self.n_compilations
-        counted = f'It was compiled {"once" if n == 1 else f"{n} times"}.'
-        if self.waiting:
-            counted += f' The last step was ordinary: {self.waiting}.'
-        if self.options.get('dynamic'):
-            return f'The compiled step runs. {counted}'
+        return self._explain_compiled(step_blocks)
+
+    def _explain_compiled(self, step_blocks: list[str]) -> str:
+        "Return sentences about the compiled code."
+        is_dynamic = self.options.get('dynamic')
         shapes = [
-            list(map(describe_shape, key)) for key, code in self.codes.items() if code.compiled
+            list(map(describe_shape, key))
+            for (takes_step, key), code in self.codes.items()
+            if code.compiled and takes_step is not bool(step_blocks) and not is_dynamic
         ]
-        text = f'The compiled step runs for batches of the shapes {shapes}. {counted}'
+        where = f' for batches of the shapes {shapes}' if shapes else ''
+        n = self.n_compilations
+        times = 'once' if n == 1 else f'{n} times'
+        if step_blocks:
+            text = (
+                f'Forward and backward run compiled{where}. They were compiled {times}. '
+                f"The optimizer's step is the ordinary one: {'; '.join(step_blocks)}."
+            )
+        else:
+            text = f'The compiled step runs{where}. It was compiled {times}.'
+        if self.waiting:
+            text += f' The last step was ordinary: {self.waiting}.'
         if len(self.codes) == MAX_SHAPES:
             text += (
                 f' The ordinary step runs for shapes beyond the first {MAX_SHAPES} '
                 '(`dynamic=True` compiles for all).'
             )
-        return text
+        return text + (advise_fused(self.learn) if step_blocks else '')
 
     # -- execution ---------------------------------------------------------------------------------
 
-    def _run_compiled(self, code: Code) -> None:
+    def _run(self, plan: PassPlan, code: Code, ordinary: Callable[[Learner], None]) -> bool:
+        """Run the compiled code on the current batch; return False if the ordinary function ran instead.
+
+        It runs after an error of the compiled code, and after a step that a callback has refused.
+        """
         learn = self.learn
-        plan = self.plan
-        error = ''
-        assert plan is not None  # checked by `_fits`
-        plan.write_numbers()
-        names = passed_names(learn.model, learn.xb)
         generator = get_generator(plan.device) if plan.may_undo else None
         before: Any = None if generator is None else generator.get_state()
+        plan.write_numbers()
         inputs = plan.list_inputs()
+        names = passed_names(learn.model, learn.xb)
+        args = (learn.model, learn.loss_func, *inputs, names, learn.xb, learn.yb)
+        error = ''
         try:
-            out = self._call(code, learn.model, learn.loss_func, *inputs, names, learn.xb, learn.yb)
+            out = self._call(code, plan, args)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:
             error = describe_error(e)
         if error:
             # raises an error of the model or the data; otherwise compiling is at fault
-            train_whole_batch(self.learn)
-            return self._give_up(error)
-        if plan.device.type == 'cuda':
-            out = map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
-        *results, found = out
+            self._run_ordinary(ordinary, then=partial(self._give_up, error))
+            return False
+        *results, losses, found, grads = out
         if generator is not None and not all(f['accept'] for f in found if 'accept' in f):
             # the compiled step has undone itself: the callback that refused it acts in an ordinary one
             generator.set_state(before)
-            train_whole_batch(learn)
-            return
-        learn.pred, learn.loss_grad, learn.loss, losses = results
+            ordinary(learn)
+            return False
+        learn.pred, learn.loss_grad, learn.loss = results
         if losses:
             total_loss(learn, losses)
-        plan.count()
+        plan.end_step(grads)
         for part, values in zip(plan.parts, found, strict=True):
             if part.finish is not None:
                 part.finish(values)
+        return True
 
-    def _call(self, code: Code, *args: Any) -> Any:
-        """Call the compiled code, and compile it first for new arguments.
+    def _call(self, code: Code, plan: PassPlan, args: tuple[Any, ...]) -> Outputs:
+        "Call the compiled code, and return its results; compile it first for new arguments."
+        on_gpu = plan.device.type == 'cuda'
+        out = self._evaluate(code, args)
+        if out is None:
+            out = self._compile(code, args, on_gpu)
+        if on_gpu:
+            return map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
+        separate(out[-1], code.shared)
+        return out
+
+    def _evaluate(self, code: Code, args: tuple[Any, ...]) -> Any:
+        """Call the compiled code; return None if there is none for the arguments.
 
         The function that torch.compile returns looks up settings at every call. Here only the frame
         evaluator is active, which runs compiled code and compiles nothing. It checks the guards as
@@ -284,25 +372,30 @@ class WholeStep:
         start.
         """
         if code.compiled is None:
-            code.compiled = torch.compile(code.function, **self._list_options())
+            return None
         set_evaluator = self.dynamo.eval_frame.set_eval_frame
         before = set_evaluator(False)
         try:
             return code.function(*args)
         except NotCompiled:
-            pass
+            return None
         finally:
             set_evaluator(before)
+
+    def _compile(self, code: Code, args: tuple[Any, ...], on_gpu: bool) -> Any:
+        "Compile the code for new arguments, and call it."
+        if code.compiled is None:
+            code.compiled = torch.compile(code.function, **self._list_options(on_gpu))
         self.n_compilations += 1
         with self.dynamo.config.patch(trace_autograd_ops=True):
-            return code.compiled(*args)
+            out = code.compiled(*args)
+        code.shared |= find_shared(out[-1])
+        return out
 
-    def _list_options(self) -> dict[str, Any]:
-        assert self.plan is not None
+    def _list_options(self, on_gpu: bool) -> dict[str, Any]:
         # each shape has its own code, so that torch need not guess which sizes change
         options = {'fullgraph': True, 'dynamic': False, **self.options}
         if options.get('backend', 'inductor') == 'inductor' and 'mode' not in options:
-            on_gpu = self.plan.device.type == 'cuda'
             chosen = {
                 'fallback_random': True,
                 'triton.cudagraphs': on_gpu,
@@ -313,7 +406,8 @@ class WholeStep:
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
-        self.plan = None
+        self.ready = set()
+        self.plans = {}
         self.codes = {}
 
 
@@ -323,57 +417,9 @@ class Code:
     def __init__(self, is_first: bool) -> None:
         self.function = copy_function(whole_step)
         self.compiled: Any = None  # result of torch.compile, made before the first call
+        self.shared: set[int] = set()  # indices of gradients in its result that share memory
         # the first shape is compiled at once, others when they come again
         self.n_batches = 1 if is_first else 0
-
-
-def find_refusals(learn: Learner) -> Iterator[str]:
-    "Yield the permanent conditions that rule out a compiled step."
-    for name in list_overrides(learn):
-        yield f'{type(learn).__name__} has its own `{name}`'
-    for seam, holder in learn.seams.holders.items():
-        if seam in ('model', 'loss', 'step'):
-            yield f'{holder} holds the seam `{seam}` of the loop'
-    if learn.seams.wrapper is not None:
-        yield f'{type(learn.seams.wrapper).__name__} is called in place of the model'
-    if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        yield f'the model is a {type(learn.model).__name__}'
-    devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}
-    if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
-        yield 'what is trained is not all on one CPU or CUDA device'
-    if type(learn.opt).step is not OptimWrapper.step:
-        yield f'{type(learn.opt).__name__} has its own `step`'
-    if len(learn.opt.optimizers) > 1:
-        yield f'there are {len(learn.opt.optimizers)} optimizers'
-    for opt in learn.opt.optimizers.values():
-        if type(opt) not in RULES:
-            yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
-        else:
-            yield from find_options(opt)
-    yield from find_hooks(learn)
-
-
-def find_options(opt: torch.optim.Optimizer) -> Iterator[str]:
-    "Yield the options of an optimizer that a compiled step does not support."
-    for group in opt.param_groups:
-        yield from (f'{name} of {type(opt).__name__} is set' for name in RARE if group.get(name))
-        if has_tensor(group[o] for o in RULES[type(opt)].options):
-            yield f'a hyperparameter of {type(opt).__name__} is a tensor'
-
-
-def find_hooks(learn: Learner) -> Iterator[str]:
-    "Yield hooks and special parameters, which a compiled step would skip."
-    opts = learn.opt.optimizers.values()
-    hooked: list[tuple[str, Any]] = [(type(opt).__name__, opt) for opt in opts]
-    for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
-        hooked += [(f'module {name or type(m).__name__}', m) for name, m in root.named_modules()]
-    for name, p in learn.model.named_parameters():
-        hooked.append((f'parameter {name}', p))
-        if type(p) is not nn.Parameter or p.is_complex():
-            yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
-    for name, o in hooked:
-        if any(getattr(o, hooks, None) for hooks in HOOKS):
-            yield f'{name} has hooks'
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -411,6 +457,36 @@ def get_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+def find_shared(grads: list[Tensor | None]) -> set[int]:
+    """Return the indices of gradients that share memory with earlier ones, or within themselves.
+
+    >>> a = torch.ones(2)
+    >>> find_shared([a, None, a[:1], torch.ones(2), torch.ones(1).expand(3)])
+    {2, 4}
+    """
+    seen: set[int] = set()
+    shared = set()
+    for i, grad in enumerate(grads):
+        if grad is None:
+            continue
+        place = grad.untyped_storage().data_ptr()
+        repeats = any(
+            n > 1 and step == 0 for n, step in zip(grad.shape, grad.stride(), strict=True)
+        )
+        if place in seen or repeats:
+            shared.add(i)
+        seen.add(place)
+    return shared
+
+
+def separate(grads: list[Tensor | None], shared: set[int]) -> None:
+    "Replace gradients that share memory by copies, since optimizers and clipping change gradients in place."
+    for i in shared:
+        grad = grads[i]
+        if grad is not None:
+            grads[i] = grad.clone(memory_format=torch.contiguous_format)
+
+
 def advise_fused(learn: Learner) -> str:
     "Return a sentence about optimizers that loop over the tensors in Python on a CPU, or an empty string."
     for opt in learn.opt.optimizers.values() if learn.opt is not None else ():
@@ -418,9 +494,10 @@ def advise_fused(learn: Learner) -> str:
         loops = 'fused' in group and not group['fused'] and not group.get('foreach')
         if loops and all(p.device.type == 'cpu' for p in group['params']):
             name = type(opt).__name__
+            is_class = getattr(learn.opt_func, 'func', learn.opt_func) is type(opt)
+            fix = f'opt_func=partial(torch.optim.{name}, fused=True)' if is_class else 'fused=True'
             return (
-                f' {name} updates one tensor after the other on a CPU: '
-                f'`opt_func=partial(torch.optim.{name}, fused=True)` updates all at once.'
+                f' {name} updates one tensor after the other on a CPU: `{fix}` updates all at once.'
             )
     return ''
 

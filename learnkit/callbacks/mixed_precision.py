@@ -177,16 +177,25 @@ class MixedPrecision(Callback):
             learn.loss = learn.loss.float()
             learn.loss_grad = learn.loss_grad.float()
 
-    def compiled_step(self) -> dict[str, Any] | None:
-        "Return autocast and conversions of a compiled step; None in fp16, where the host checks each step."
-        if self.scales:
-            return None
+    def compiled_step(self) -> dict[str, Any]:
+        """Return autocast and conversions of a compiled step.
+
+        In fp16 the loss is scaled, and the step of the optimizer is the ordinary one, as the scaler skips some.
+        """
         converts = is_cross_entropy(self.learn.loss_func)
-        return {
-            'forward': partial(open_autocast, device=self._get_device().type),
+        device = self._get_device().type
+        functions = {
+            'forward': partial(open_autocast, device=device, dtype=DTYPES[self.amp_mode]),
             'after_pred': partial(convert_output, loss_converts=converts),
             'after_loss': convert_results,
             'finish': self._convert_loss,
+        }
+        if not self.scales:
+            return functions
+        return functions | {
+            'state': self._read_scale,
+            'before_backward': scale_compiled,
+            'passes_only': True,
         }
 
     def _convert_loss(self, found: dict[str, Any]) -> None:
@@ -194,19 +203,27 @@ class MixedPrecision(Callback):
         if loss.dtype in DTYPES.values():
             self.learn.loss = loss.float()
 
+    def _read_scale(self) -> dict[str, Any]:
+        "Return the scale of the loss, with which pending gradients are scaled first."
+        self._scale_pending()
+        return {'scale': self.scaler.scale(torch.ones((), device=self._get_device()))}
+
     def before_backward(self) -> None:
         if not self.scales:
             return
         loss = self.scaler.scale(self.learn.loss_grad)
+        self._scale_pending()
+        self.learn.loss_grad = loss
+
+    def _scale_pending(self) -> None:
+        "Scale gradients that a Cancel has kept like the new ones that are added to them."
         names = self._current_names()
-        # gradients kept by a Cancel get the scale of the new ones that are added to them
         for p, grad in self._grads(names - self._scaled):
             if is_dtensor(grad):
                 local_shard(grad).mul_(self.scaler.get_scale())
             else:
                 p.grad = self.scaler.scale(grad)
         self._scaled |= names
-        self.learn.loss_grad = loss
 
     def before_step(self) -> None:
         "Divide the gradients by the scale, once; skip the step if one of them is not finite."
@@ -310,9 +327,14 @@ def is_cross_entropy(loss_func: Any) -> bool:
     return loss_func is F.cross_entropy or type(loss_func) in CROSS_ENTROPIES
 
 
-def open_autocast(state: dict[str, Any], device: str) -> torch.autocast:
+def open_autocast(state: dict[str, Any], device: str, dtype: torch.dtype) -> torch.autocast:
     "Return the autocast context of a compiled step."
-    return torch.autocast(device, dtype=torch.bfloat16)
+    return torch.autocast(device, dtype=dtype)
+
+
+def scale_compiled(loss: Tensor, state: dict[str, Any]) -> Tensor:
+    "Scale the loss of a compiled step."
+    return loss * state['scale']
 
 
 def convert_output(output: Any, state: dict[str, Any], loss_converts: bool) -> Any:

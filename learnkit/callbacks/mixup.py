@@ -164,8 +164,13 @@ class MixHandler(Callback):
             learn.loss_func = plain
             self._has_blended = self._has_blended or blended.n_calls > 0
 
-    def compiled_step(self) -> dict[str, Any]:
-        "Return the blended loss of a compiled step; the inputs are blended in `before_batch` as usual."
+    def compiled_step(self) -> dict[str, Any] | None:
+        """Return the blended loss of a compiled step; the inputs are blended in `before_batch` as usual.
+
+        None with microbatches, each of which has its own partners.
+        """
+        if self.learn.microbatch:
+            return None
         reduction = find_reduction(self.learn.loss_func, type(self).__name__)
         return {
             'state': self._read_state,

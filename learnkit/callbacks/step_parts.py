@@ -4,7 +4,10 @@
 A part is a dict of functions by event. The functions are traced together with the step, so they are
 functions of tensors: each gets the values of its event and the callback's `state`, and returns the
 new values. Before each step the function at the key 'state' returns this state, and after it the
-function at 'finish' gets what the functions have added to it. docs/lifecycle.md has the table."""
+function at 'finish' gets what the functions have added to it. docs/lifecycle.md has the table.
+
+A step has two halves: the passes, forward and backward, and the optimizer's step. If the second half
+cannot be compiled, the passes are compiled alone, and the handlers of the second half are called."""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, did_you_mean
 from learnkit.engine.dispatch import place_in_event, takes_every_event
-from learnkit.engine.events import METHODS, STEP_EVENTS
+from learnkit.engine.events import METHODS, STEP_EVENTS, WILL_STEP
 from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
@@ -22,10 +25,22 @@ if TYPE_CHECKING:
 
 # events and methods of callbacks that a compiled step cannot call
 SKIPPED = (*STEP_EVENTS, *METHODS)
+# those of its second half, which are called where only the passes are compiled
+OF_OPTIMIZER = (*STEP_EVENTS[STEP_EVENTS.index('before_step') :], WILL_STEP)
 # functions that are traced: those of events, the context around model and loss, and the loss
-TRACED = ('before_pred', 'forward', 'after_pred', 'loss', 'after_loss', 'before_step', 'after_step')
-# the others run before and after the compiled code; a part with 'undo' may refuse the step
-KEYS = (*TRACED, 'state', 'finish', 'undo')
+TRACED = (
+    'before_pred',
+    'forward',
+    'after_pred',
+    'loss',
+    'after_loss',
+    'before_backward',
+    'before_step',
+    'after_step',
+)
+# the others run before and after the compiled code; a part with 'undo' may refuse the step, and with
+# 'passes_only' its handlers of the optimizer's step are called
+KEYS = (*TRACED, 'state', 'finish', 'undo', 'passes_only')
 
 Functions = dict[str, tuple[tuple[Callable[..., Any], int], ...]]
 
@@ -33,10 +48,17 @@ Functions = dict[str, tuple[tuple[Callable[..., Any], int], ...]]
 class Part:
     "Part of one callback in a compiled step."
 
-    def __init__(self, cb: Any, switch: list[Any], functions: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        cb: Any,
+        switch: list[Any],  # empty while the callback is off
+        functions: dict[str, Any],
+        in_passes: bool = True,  # whether the callback acts in forward or backward
+    ) -> None:
         self.cb = cb
-        self.switch = switch  # empty while the callback is off
+        self.switch = switch
         self.functions = functions
+        self.in_passes = in_passes
         self.read_state: Callable[[], dict[str, Any] | None] = functions.get('state', dict)
         self.finish: Callable[[dict[str, Any]], None] | None = functions.get('finish')
 
@@ -46,31 +68,57 @@ def list_numbers(state: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, value in state.items() if type(value) in (int, float))
 
 
+Reason = tuple[str, list[Any]]  # why something cannot be compiled, and the switch of the callback
+
+
 class Handlers:
-    "Handlers of a Learner's callbacks inside a step: those that have to be called, and parts for the others."
+    "Handlers of a Learner's callbacks inside a step: parts in place of them, and those that have to be called."
 
     def __init__(self, learn: Learner) -> None:
-        table = learn.parts.callbacks.plain_tables[True]
-        handled: dict[int, list[str]] = {}
-        switches: dict[int, tuple[Any, list[Any]]] = {}
-        for event in SKIPPED:
-            for _, switch, cb in table[event]:
-                handled.setdefault(id(cb), []).append(event)
-                switches[id(cb)] = cb, switch
         self.parts: list[Part] = []
-        self.blocks: list[tuple[str, list[Any]]] = []  # reason and switch
-        for cb in learn.parts.callbacks.list_ordered():
-            if id(cb) not in handled:
-                continue
-            events = handled[id(cb)]
-            switch = switches[id(cb)][1]
+        self.blocks: list[Reason] = []  # handlers of the passes
+        self.step_blocks: list[Reason] = []  # handlers of the optimizer's step
+        for cb, switch, events in list_handled(learn):
             functions = read_functions(cb, events)
             if functions is None:
-                self.blocks += [
-                    (f'{type(cb).__name__}.{e} has to be called', switch) for e in events
-                ]
+                self._block(cb, switch, events)
+                continue
+            in_passes = any(event not in OF_OPTIMIZER for event in events)
+            self.parts.append(Part(cb, switch, functions, in_passes))
+            if functions.get('passes_only'):
+                self._block(cb, switch, [event for event in events if event in OF_OPTIMIZER])
+            elif WILL_STEP in events:
+                self._block(cb, switch, [WILL_STEP])
+        if learn.microbatch:
+            microbatches = learn.parts.microbatches
+            functions = microbatches.compiled_step(learn)
+            self.parts.append(Part(microbatches, [True], functions))
+            reason = f'microbatch={learn.microbatch!r} may split batches'
+            self.step_blocks.append((reason, [True]))
+
+    def _block(self, cb: Any, switch: list[Any], events: Iterable[str]) -> None:
+        name = type(cb).__name__
+        for event in events:
+            blocks = self.step_blocks if event in OF_OPTIMIZER else self.blocks
+            if event == WILL_STEP:
+                blocks.append((f'{name} decides which batches end with a step', switch))
             else:
-                self.parts.append(Part(cb, switch, functions))
+                blocks.append((f'{name}.{event} has to be called', switch))
+
+    def list_parts(self, takes_step: bool) -> list[Part]:
+        "Return the parts of callbacks that are on, of the whole step or of the passes."
+        return [part for part in self.parts if part.switch and (takes_step or part.in_passes)]
+
+
+def list_handled(learn: Learner) -> list[tuple[Any, list[Any], list[str]]]:
+    "Return the callbacks with handlers inside a step, in order, each with its switch and these events."
+    table = learn.parts.callbacks.plain_tables[True]
+    handled: dict[int, tuple[list[Any], list[str]]] = {}
+    for event in SKIPPED:
+        for _, switch, cb in table[event]:
+            handled.setdefault(id(cb), (switch, []))[1].append(event)
+    ordered = learn.parts.callbacks.list_ordered()
+    return [(cb, *handled[id(cb)]) for cb in ordered if id(cb) in handled]
 
 
 def read_functions(cb: Any, events: Iterable[str]) -> dict[str, Any] | None:

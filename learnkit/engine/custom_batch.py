@@ -50,6 +50,7 @@ from learnkit.engine.events import STEP_EVENTS
 from learnkit.engine.loop import Loop
 from learnkit.engine.loss import loss_of, total_loss
 from learnkit.engine.run import clear_pass
+from learnkit.engine.seams import run_passes
 from learnkit.engine.traits import trait_of
 from learnkit.optim.wrapper import Closure
 
@@ -336,8 +337,7 @@ def repeat_passes(learn: Learner) -> None:
             learn.parts.microbatches.run(learn, learn.microbatch)
         else:
             clear_pass(learn)
-            learn._do_pred_loss()
-            learn._with_events(learn._backward, 'backward', CancelBackwardException)
+            (learn.seams.passes or run_passes)(learn)
 
 
 def repeat_call(learn: Learner, call: OptimizeCall) -> None:

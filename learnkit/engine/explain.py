@@ -64,7 +64,8 @@ def _explain_backward(learn: Learner, e: Exception) -> Exception:
             f'The loss has shape {tuple(loss.shape)}; one number is needed to learn '
             "from. Use reduction='mean', or return loss.mean()."
         )
-    if not loss.requires_grad:
+    # after a compiled pass the loss is detached, and the parameters have their gradients
+    if not loss.requires_grad and all(p.grad is None for p in learn.opt.parameters()):
         return LossError(
             'The loss does not depend on any parameter that requires a gradient. Is the model '
             'frozen, or was the loss detached, computed under no_grad, or turned into a number and '

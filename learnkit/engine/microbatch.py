@@ -40,6 +40,9 @@ class Microbatches:
         self.index = 0  # number of the current microbatch
         self.is_last = True  # whether the current microbatch is the last of its batch
         self.share: Any = 1.0  # weight of the microbatch in the loss of its batch
+        self._weights: list[Any] | None = (
+            None  # weights of the microbatches; None: their sum counts
+        )
         self.fitting_size: int | None = None  # size that fits into memory
 
     def seams(self, learn: Learner) -> dict[str, Any] | None:
@@ -72,10 +75,10 @@ class Microbatches:
             size = self._find_size(learn)
         xb = learn.xb
         yb = learn.yb
-        weights = None
         parts = learn.parts.processes.batch.split(learn, xb, yb, size)
         if not loss_weights.is_sum(learn):
-            weights = [loss_weights.weigh_batch(learn, *part) for part in parts]
+            self._weights = [loss_weights.weigh_batch(learn, *part) for part in parts]
+        run_passes = learn.seams.passes or self.run_passes
         losses = []
         try:
             for i, part in enumerate(parts):
@@ -83,19 +86,38 @@ class Microbatches:
                 self.index = i
                 self.is_last = i + 1 == len(parts)
                 clear_pass(learn)
-                learn._do_pred_loss()
-                if weights is not None:
-                    self.share = divide(to_dtype(weights[i], learn.loss.dtype), sum(weights))
+                run_passes(learn)
                 losses.append(weighted_loss(learn.loss.detach(), self.share))
-                backward = partial(self._backward, learn)
-                learn._with_events(backward, 'backward', CancelBackwardException)
                 release_loss(learn)
         finally:
             learn.xb = xb
             learn.yb = yb
             self.is_last = True
             self.share = 1.0
+            self._weights = None
         learn.loss = sum(losses[1:], losses[0])
+
+    def run_passes(self, learn: Learner) -> None:
+        "Run forward and backward of the current microbatch."
+        learn._do_pred_loss()
+        self._find_share(learn.loss.dtype)
+        backward = partial(self._backward, learn)
+        learn._with_events(backward, 'backward', CancelBackwardException)
+
+    def _find_share(self, dtype: torch.dtype) -> None:
+        "Set the share of the current microbatch, in the precision of the loss."
+        if self._weights is not None:
+            weight = to_dtype(self._weights[self.index], dtype)
+            self.share = divide(weight, sum(self._weights))
+
+    def compiled_step(self, learn: Learner) -> dict[str, Any]:
+        "Return the weighting of the loss in a compiled step, as `compiled_step` of a callback does."
+
+        def read_share() -> dict[str, Any]:
+            self._find_share(learn.loss.dtype)  # the loss before has the same precision
+            return {'share': self.share}
+
+        return {'state': read_share, 'before_backward': scale_loss}
 
     def _find_size(self, learn: Learner) -> int:
         n = count_samples(learn)
@@ -129,6 +151,11 @@ class Microbatches:
             empty_cache()
             self.fitting_size = (size + 1) // 2
             warn_of_batch_norm(learn)
+
+
+def scale_loss(loss: Tensor, state: dict[str, Any]) -> Tensor:
+    "Return the loss of a compiled step times its share, if it has one."
+    return loss * state['share'] if 'share' in state else loss
 
 
 def find_microbatch_size(learn: Learner) -> int | None:

@@ -9,6 +9,9 @@
 | `batch` | trains on the batch | forward, loss, backward, step |
 | `step` | takes the step of the optimizer | `opt.step()` |
 
+A function at `batch` that runs forward and backward several times, such as microbatches, asks for a
+further function, `passes`, which runs them once.
+
 Each function is called with the Learner; the function of `loss` also gets the output of the model.
 `source` is an object with the methods of `Source`. A feature is an object with a name, `holder`, and a
 method `seams(learn)`, which returns its functions in a fit by seam, or None. It is one of `learn.parts`
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from learnkit.core.errors import FitError
+from learnkit.core.errors import CancelBackwardException, FitError
 from learnkit.engine.composer_model import HOLDER
 from learnkit.engine.loss import call_model, compute_batch_loss
 from learnkit.engine.positions import Source
@@ -51,6 +54,9 @@ class Seams:
         self.loss: Callable[[Any, Any], Any] = compute_batch_loss
         self.batch: Callable[[Any], None] | None = None  # None: `_do_pred_loss`, `_do_grad_opt`
         self.step: Callable[[Any], None] | None = None  # None: `opt.step()`
+        self.passes: Callable[[Any], None] | None = (
+            None  # None: forward and backward with their events
+        )
         self.holders: dict[str, str] = {}  # seam to the feature that holds it
         self.wrapper: nn.Module | None = (
             None  # module that is called in training in place of the model
@@ -116,6 +122,12 @@ def train_whole_batch(learn: Learner) -> None:
     "Run forward, loss, backward and step on the current batch."
     learn._do_pred_loss()
     learn._do_grad_opt()
+
+
+def run_passes(learn: Learner) -> None:
+    "Run forward, loss and backward on the current batch."
+    learn._do_pred_loss()
+    learn._with_events(learn._backward, 'backward', CancelBackwardException)
 
 
 @contextmanager

@@ -121,22 +121,42 @@ class Clip(Callback):
         nn.utils.clip_grad_norm_(self.learn.model.parameters(), 0.1)
 
 
-def test_a_handler_inside_the_step_needs_the_ordinary_one() -> None:
-    clip = Clip()
-    plain, learn, backend = fit_both(lambda: learner(cbs=Clip()))
+class Look(Callback):
+    def after_loss(self) -> None: ...
+
+
+def test_a_handler_inside_the_passes_needs_the_ordinary_step() -> None:
+    look = Look()
+    plain, learn, backend = fit_both(lambda: learner(cbs=Look()))
     assert distance(plain, learn) == 0 and backend.calls == 0
     found = learn.explain_step()
-    assert found.startswith('The ordinary step runs: Clip.before_step has to be called.')
+    assert found.startswith('The ordinary step runs: Look.after_loss has to be called.')
     assert 'partial(torch.optim.SGD, fused=True)' in found
 
-    learn.remove_cb(Clip)
+    learn.remove_cb(Look)
     learn.fit(1)
     assert backend.calls == 9 and learn.explain_step().startswith('The compiled step runs')
-    with learn.added_cbs(clip):
+    with learn.added_cbs(look):
         learn.fit(1)
     assert backend.calls == 9
     learn.fit(1)
     assert backend.calls == 19
+
+
+def test_a_handler_of_the_optimizers_step_leaves_the_passes_compiled() -> None:
+    plain, learn, backend = fit_both(lambda: learner(cbs=Clip()))
+    assert distance(plain, learn) < 1e-6 and backend.calls == 19 and backend.graphs == 1
+    found = learn.explain_step()
+    assert found.startswith('Forward and backward run compiled for batches of the shapes')
+    assert 'Clip.before_step has to be called' in found
+    assert 'partial(torch.optim.SGD, fused=True)' in found
+    for one in (plain, learn):
+        one.remove_cb(Clip)
+        one.fit(1)
+        with one.added_cbs(Clip()):
+            one.fit(1)
+    # the first batch without the callback; both kinds of code remain
+    assert distance(plain, learn) < 1e-6 and backend.calls == 38 and backend.graphs == 2
 
 
 class OwnStep(Learner):
@@ -144,27 +164,17 @@ class OwnStep(Learner):
         super()._step()
 
 
+class OwnBatch(Learner):
+    def train_batch(self) -> None:
+        self.optimize(self.compute_loss(self.forward(self.model, self.x)))
+
+
 @pytest.mark.parametrize(
     ('options', 'reason'),
     [
-        ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
-        ({'opt_func': torch.optim.LBFGS}, 'LBFGS is none of'),
-        (
-            {'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon},
-            'Muon is none of',
-        ),
-        ({'opt_func': partial(torch.optim.Adam, amsgrad=True)}, 'amsgrad of Adam is set'),
-        (
-            {'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))},
-            'of Adam is a tensor',
-        ),
-        (
-            {'opt_func': lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]},
-            'are 5 optimizers',
-        ),
-        ({'microbatch': 4}, 'split into microbatches'),
-        ({'cls': OwnStep}, 'OwnStep has its own `_step`'),
+        ({'opt_func': torch.optim.LBFGS}, 'an optimizer with a closure holds the seam `step`'),
         ({'make_model': lambda: nn.DataParallel(mlp())}, 'the model is a DataParallel'),
+        ({'cls': OwnBatch}, 'OwnBatch has its own `train_batch`'),
     ],
 )
 def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
@@ -175,16 +185,44 @@ def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
     assert backend.graphs == 0 and distance(plain, learn) == 0
 
 
+def make_five(groups: Any, lr: float) -> Any:
+    return [torch.optim.SGD([p], lr) for group in groups for p in [group]]
+
+
+@pytest.mark.parametrize(
+    ('options', 'reason'),
+    [
+        ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
+        (
+            {'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon},
+            'Muon is none of',
+        ),
+        ({'opt_func': partial(torch.optim.Adam, amsgrad=True)}, 'amsgrad of Adam is set'),
+        (
+            {'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))},
+            'of Adam is a tensor',
+        ),
+        ({'opt_func': make_five}, 'there are 5 optimizers'),
+        ({'cls': OwnStep}, 'OwnStep has its own `_step`'),
+    ],
+)
+def test_the_passes_are_compiled_where_the_optimizers_step_is_not(
+    options: dict[str, Any], reason: str
+) -> None:
+    plain, learn, backend = fit_both(lambda: learner(**options))
+    found = learn.explain_step()
+    assert found.startswith('Forward and backward run compiled') and reason in found
+    # an own method of the loop is checked up to the first step
+    assert backend.graphs == 1 and backend.calls >= 18
+    assert learn.opt.n_steps == plain.opt.n_steps == 20 and distance(plain, learn) < 1e-6
+
+
 def hook_module(learn: Any) -> Any:
     return learn.model[0].register_forward_hook(lambda *args: None)
 
 
 def hook_parameter(learn: Any) -> Any:
     return learn.model[0].weight.register_hook(lambda grad: 2 * grad)
-
-
-def hook_optimizer(learn: Any) -> Any:
-    return learn.opt.opt.register_step_post_hook(lambda *args: None)
 
 
 def hook_accumulated(learn: Any) -> Any:
@@ -198,7 +236,6 @@ HOOKS: dict[Callable[[Any], Any], str] = {
     hook_module: 'module 0 has hooks',
     hook_parameter: '0.weight has hooks',
     hook_accumulated: '0.weight has hooks',
-    hook_optimizer: 'SGD has hooks',
 }
 
 
@@ -222,6 +259,27 @@ def test_hooks_are_noticed_when_they_come_and_go() -> None:
         for one in (plain, learn):
             one.fit(1)
         assert backend.calls == calls + 14, hook  # the first batch found that the hook was gone
+
+
+def test_a_hook_of_the_optimizer_leaves_the_passes_compiled() -> None:
+    seen: list[int] = []
+    learn, backend = compiled(learner())
+    learn.fit(1)
+
+    def add(cb: Any) -> None:
+        if cb.iter == 5:
+            handles.append(
+                cb.learn.opt.opt.register_step_post_hook(lambda *args: seen.append(cb.iter))
+            )
+
+    handles: list[Any] = []
+    learn.fit(1, cbs=Callback(before_batch=add))
+    assert seen == [5, 6, 7, 8, 9] and 'SGD has hooks' in learn.explain_step()
+    assert backend.calls == 9 + 9 and backend.graphs == 2
+    handles[0].remove()
+    learn.fit(1)
+    assert len(seen) == 5 and backend.calls == 28 and backend.graphs == 2
+    assert learn.explain_step().startswith('The compiled step runs')
 
 
 def test_a_torch_scheduler_may_step() -> None:

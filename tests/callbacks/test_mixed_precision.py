@@ -266,10 +266,12 @@ def test_the_methods_add_replace_and_remove() -> None:
 
 
 @needs_whole_step
-def test_the_ordinary_step_scales_when_the_whole_step_was_compiled() -> None:
+def test_the_ordinary_step_of_the_optimizer_follows_compiled_passes_with_a_scaled_loss() -> None:
     learn = learner(MixedPrecision('fp16')).compile(step=True, backend='eager')
     learn.fit(1)
-    assert 'MixedPrecision.forward_context' in learn.explain_step()
+    found = learn.explain_step()
+    assert found.startswith('Forward and backward run compiled')
+    assert 'MixedPrecision.before_step' in found
     plain = learner(MixedPrecision('fp16'))
     plain.fit(1)
     assert same(state(learn.model), state(plain.model))
