@@ -12,7 +12,13 @@ from fastcore.basics import noop
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.schedule import ParamScheduler
-from learnkit.checkpoint.pause import Pause, make_state, read_options, read_settings
+from learnkit.checkpoint.pause import (
+    Pause,
+    list_caveats,
+    make_state,
+    read_options,
+    read_settings,
+)
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import FitError, OptionError
 from learnkit.core.model import name_of
@@ -42,8 +48,10 @@ def resume(
     if learn.run.depth:
         raise FitError('learn.resume(): a run is under way.')
     if pause is None:
+        why = learn.run.not_paused
+        reason = f'The last fit cannot continue: {why}.' if why else 'no fit is paused.'
         raise FitError(
-            'learn.resume(): no fit is paused. `fit(..., resume=True)` continues from a checkpoint of a folder.'
+            f'learn.resume(): {reason} `fit(..., resume=True)` continues from a checkpoint of a folder.'
         )
     if lr is not None and lr_scale is not None:
         raise OptionError('learn.resume(lr=, lr_scale=): give one of the two.')
@@ -59,7 +67,7 @@ def resume(
     pause.options = read_options(learn)
     state = make_state(learn, pause)
     _report(learn, pause, changes)
-    if pause.point == 'batch' and state.open_pass is None:
+    if pause.point == 'batch' and state is not None and state.open_pass is None:
         warn_user(
             f'The open pass over the training loader ({type(pause.open_pass.dl).__name__}) has ended: its first '
             f'{pause.n_drawn} batches are skipped in a new one, as by a resume from a checkpoint.'
@@ -205,7 +213,6 @@ def _report(learn: Learner, pause: Pause, changes: list[Change]) -> None:
         history['changes'] = [*history.get('changes', []), *rows]
     if recorder is not None:
         recorder.history.changes += rows
-    if pause.caveat:
-        lines.append(f'not exact: {pause.caveat}')
+    lines += [f'not exact: {caveat}' for caveat in list_caveats(learn, pause)]
     for line in lines:
         learn.logger is noop or print(f'{pause.time.ba}ba: {line}')

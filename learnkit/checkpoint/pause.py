@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,38 +17,81 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from learnkit.checkpoint.fingerprint import UNREADABLE
 from learnkit.checkpoint.host import copy_to_host
+from learnkit.checkpoint.rehearsal import list_data
 from learnkit.checkpoint.resume import fit_position, restore_state
 from learnkit.checkpoint.state import collect_frozen, collect_state, collect_trained
 from learnkit.comm.dtensor import gather_full_state, local_shards
-from learnkit.core.batch import are_equal
-from learnkit.core.errors import CancelException
+from learnkit.core.batch import are_equal, map_tensors
+from learnkit.core.errors import CancelError, CancelException, FitError
 from learnkit.core.model import bare_model, has_weights, preserved_modes
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.time import Timestamp
 from learnkit.data.dataloaders import TensorLoader
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.shard import unshard
+from learnkit.data.torch_loader import workers_live
 from learnkit.engine.callback_state import callback_names, keeps_attributes
 from learnkit.engine.dispatch import contains_object
+from learnkit.engine.events import EVENTS, INNER_EVENTS
 from learnkit.engine.lengths import epoch_length
+from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.pause import FitCall, FitPaused, OpenPass, PausedState
+from learnkit.engine.pause import Failure, FitCall, FitPaused, OpenPass, PausedState
+from learnkit.engine.positions import ends_iteration
 from learnkit.engine.resumed_run import list_checkpoint_writers
 from learnkit.engine.snapshot import TRAINING_TYPES
+from learnkit.engine.traits import trait_of
 
 if TYPE_CHECKING:
+    from learnkit.checkpoint.rehearsal import Inventory
+    from learnkit.core.random import RNGState
     from learnkit.learner import Learner
 
 TRAINED = ('model', 'loss_func', 'optimizer')
 # attributes of the Learner that say where an error was raised
-_PLACE = ('training', 'phase', 'dl_name', 'dl', 'iter', 'n_iter')
+_PLACE = ('training', 'phase', 'dl_name', 'dl', 'epoch', 'iter', 'n_iter', 'pct_train')
+_RESULTS = (
+    'batch',
+    'xb',
+    'yb',
+    'pred',
+    'loss',
+    'loss_grad',
+)  # attributes that the end of a run releases
 _END = object()  # marks the end of a pass, as the default of `next`
-# events of a batch before its forward pass, behind the optimizer's step, and behind the batch
-_BEFORE_FORWARD = ('before_batch', 'before_pred')
-_BEHIND_STEP = ('after_cancel_step', 'after_step', 'after_cancel_batch')
-_BEHIND_BATCH = ('after_batch', 'batch_checkpoint')
-_EVALUATION = ('after_cancel_train', 'after_train', 'before_eval', 'after_eval')
+
+# events at which a fit can continue after an error
+_BEGIN = ('before_iteration', 'before_epoch', 'before_train')
+_BEFORE_FORWARD = ('after_draw', 'before_batch', 'before_pred')
+_BEFORE_BACKWARD = (*_BEFORE_FORWARD, 'after_pred', 'after_loss', 'before_backward')
+_BATCH = (*_BEFORE_BACKWARD, 'after_cancel_backward', 'after_backward', 'before_step')
+_AFTER_STEP = ('after_cancel_step', 'after_step')
+_OF_EVALUATION = (
+    'before_eval',
+    'before_validate',
+    'after_cancel_validate',
+    'after_validate',
+    'after_eval',
+)
+_EVALUATION = ('after_cancel_train', 'after_train', *_OF_EVALUATION)
+# events behind a step, and at the end of an epoch, each with the events that follow it
+_BEHIND = {
+    'after_cancel_step': ('after_step', 'after_batch', 'batch_checkpoint'),
+    'after_step': ('after_batch', 'batch_checkpoint'),
+    'after_cancel_batch': ('after_batch', 'batch_checkpoint'),
+    'after_batch': ('batch_checkpoint',),
+    'batch_checkpoint': (),
+}
+_END_OF_EPOCH = {
+    'after_cancel_epoch': ('after_epoch', 'epoch_checkpoint'),
+    'after_epoch': ('epoch_checkpoint',),
+    'epoch_checkpoint': (),
+    'after_iteration': ('iteration_checkpoint',),
+    'iteration_checkpoint': (),
+    'after_fit': (),
+}
 
 
 @dataclass
@@ -69,7 +111,7 @@ class Pause:
     "A fit that has left the loop, and can continue there."
 
     call: FitCall
-    point: str  # 'batch' or 'epoch', as in `SAVE_POINTS`
+    point: str  # 'batch' or 'epoch', as in `SAVE_POINTS`; 'start': before the first epoch
     time: Timestamp
     state: dict[str, Any] = field(repr=False)  # without weights and optimizer
     buffers: dict[str, Any] = field(repr=False)  # of the model
@@ -83,7 +125,11 @@ class Pause:
     attributes: list[tuple[Any, dict[str, Any]]] = field(repr=False)  # of callbacks
     last_batch: Any = field(repr=False)
     info: dict[str, Any] = field(repr=False)
-    is_trained: bool = False  # whether the epoch was trained, with its `after_train`
+    loader: Inventory = field(repr=False)  # attributes of the loader that no state holds
+    is_trained: bool = False  # whether the epoch was trained
+    # events whose rest is fired, with the callbacks whose handlers have run; None: all have
+    handled: dict[str, list[Any] | None] = field(default_factory=dict, repr=False)
+    batch_fields: dict[str, Any] = field(default_factory=dict, repr=False)  # results for these
     caveat: str = ''  # what is not exact if the fit continues; '': nothing
     peeked: Any = field(default=None, repr=False)  # the next batch, and the generators after it
 
@@ -99,6 +145,8 @@ class Pause:
 
     def describe(self) -> str:
         "Describe the place of the pause."
+        if self.point == 'start':
+            return f'before the first epoch, {self.time.ba}ba'
         if self.point == 'epoch':
             return f'after epoch {self.epoch}, {self.time.ba}ba'
         n_iter = self.state['loop']['n_iter']
@@ -127,7 +175,7 @@ class Pause:
         "Return the next batch, which stays the next batch; None at the end of the pass."
         if self.peeked is None:
             own_pass = self.open_pass
-            if self.point == 'epoch' or own_pass.batches is None:
+            if self.point != 'batch' or own_pass.batches is None:
                 return None
             with preserved_rng():
                 restore_rng(self.state['rng'])
@@ -139,95 +187,140 @@ class Pause:
         return None if batch is _END else batch
 
     def list_rest(self) -> Iterator[Any]:
-        "Yield the batches that remain of the open pass; the generators move as if none had been looked at."
-        assert self.open_pass.batches is not None
-        if self.peeked is not None:
-            batch, rng = self.peeked
-            restore_rng(rng)
-            if batch is _END:
-                return
-            yield batch
-        yield from self.open_pass.batches
+        "Return the batches that remain of the open pass; the generators move as if none had been looked at."
+        batches = self.open_pass.batches
+        assert batches is not None
+        return batches if self.peeked is None else _begin_with(batches, *self.peeked)
+
+
+def _begin_with(batches: Iterator[Any], batch: Any, rng: RNGState) -> Iterator[Any]:
+    "Yield a batch that was drawn before, with the generators after it, and the batches behind it."
+    restore_rng(rng)
+    if batch is not _END:
+        yield batch
+        yield from batches
 
 
 # -- keeping ------------------------------------------------------------------------------------------
 
 
+class NotPaused(Exception):
+    "A fit cannot continue; the message says why."
+
+
 def keep_pause(learn: Learner, call: FitCall, error: BaseException) -> None:
     "Keep the fit that this exception has ended, if it can continue; called before the end of the run."
+    run = learn.run
+    try:
+        run.pause = _find_pause(learn, call, error)
+    except NotPaused as e:
+        run.not_paused = str(e)
+        if isinstance(error, FitPaused) and not run.request.is_interrupt:
+            raise FitError(f'The fit was to pause, and cannot continue: {e}.') from e.__cause__
     if isinstance(error, FitPaused):
-        learn.run.pause = make_pause(learn, call, error.point)
         learn._end_cleanup()
         learn.opt.zero_grad()
-        return
-    resuming = learn.run.resuming
+
+
+def _find_pause(learn: Learner, call: FitCall, error: BaseException) -> Pause:
+    "Return the pause at which a fit can continue after an exception; raise `NotPaused` if there is none."
+    run = learn.run
+    if isinstance(error, FitPaused):
+        return make_pause(learn, call, error.point)
+    resuming = run.resuming
     if isinstance(resuming, PausedState):
-        learn.run.pause = resuming.pause  # it was not restored yet
-        return
-    if isinstance(error, CancelException) or learn.world.size > 1:
-        return
-    place, event = find_place(error)
+        run.request.restored = resuming.pause  # it was not restored yet
+    if run.request.restored is not None:
+        pause: Pause = run.request.restored
+        return pause
+    if resuming is not None:
+        raise NotPaused(
+            'it had not yet continued from its checkpoint: call `fit(resume=...)` again'
+        )
+    if isinstance(error, (CancelException, CancelError)):
+        raise NotPaused('a Cancel exception was raised where its level is not open')
+    if learn.world.size > 1:
+        raise NotPaused('the states of several processes may differ after an error')
+    if run.depth > 1:
+        raise NotPaused('it was a fit within another run')
     before = {name: getattr(learn, name) for name in _PLACE}
     modes = vars(learn.parts.modes)
     modes_before = dict(modes)
     try:
-        # the error is the user's, also if the Learner cannot be kept
-        with preserved_modes(learn.model), suppress(Exception):
-            learn.run.pause = _make_pause_of_error(learn, call, place, event)
+        with preserved_modes(learn.model):
+            return _make_pause_of_error(learn, call, run.request.find_failure(error))
     finally:
         # the end of the run reports where the error was raised
         vars(learn).update(before)
         modes.update(modes_before)
 
 
-def find_place(error: BaseException) -> tuple[str, str]:
-    """Return where in the loop an exception was raised, and the event, from its traceback.
+def _make_pause_of_error(learn: Learner, call: FitCall, failure: Failure | None) -> Pause:
+    """Return the pause at which a fit can continue after an exception.
 
-    The place is 'draw', 'batch', 'cut' (in the optimizer's step), 'evaluation', 'epoch', or '' elsewhere."""
-    names = []
-    tb = error.__traceback__
-    while tb is not None:
-        code, module = tb.tb_frame.f_code, tb.tb_frame.f_globals.get('__name__')
-        if module == 'learnkit.engine.loop':
-            names.append(code.co_name)
-            if code.co_name == 'draw_batches':
-                return 'draw' if 'do_evaluation' not in names else 'evaluation', ''
-        elif module == 'learnkit.engine.dispatch' and code.co_name == '__call__':
-            return _find_place_of_event(names, tb.tb_frame.f_locals['event_name'])
-        tb = tb.tb_next
-    if 'do_evaluation' in names:
-        return 'evaluation', ''
-    if '_step' in names:
-        return 'cut', ''
-    return ('batch' if 'one_batch' in names else ''), ''
-
-
-def _find_place_of_event(names: list[str], event: str) -> tuple[str, str]:
-    if 'do_evaluation' in names or event in _EVALUATION:
-        return 'evaluation', event
-    if 'one_batch' in names or event == 'batch_checkpoint':
-        return 'batch', event
-    return ('epoch' if event == 'epoch_checkpoint' else ''), event
-
-
-def _make_pause_of_error(learn: Learner, call: FitCall, place: str, event: str) -> Pause | None:
-    "Return the pause at which a fit can continue after an exception, or None."
-    if place == 'draw' and learn.run.request.has_begun:
+    The place is found by the handler that has raised it, or else by the state of the source."""
+    request, positions = learn.run.request, learn.parts.positions
+    event = '' if failure is None else failure.event
+    if not request.has_epoch or event in _BEGIN:
+        return _make_pause_at_begin(learn, call)
+    if failure is not None and event in _END_OF_EPOCH:
+        return _make_pause_at_end(learn, call, failure)
+    if event in _EVALUATION or (failure is not None and failure.in_evaluation):
+        return _make_pause_in_evaluation(learn, call, failure)
+    if event == 'after_cancel_fit':
+        raise NotPaused('it was cancelled')
+    if not request.has_begun:
+        return _make_pause_at_begin(learn, call)
+    if not learn.training:
+        return _make_pause_in_evaluation(learn, call, failure)
+    if positions.left is None and request.count_drawn(learn):
+        raise NotPaused('it was interrupted between two events')
+    if positions.left is None or positions.was_drawing or event == 'before_draw':
         return _make_pause_in_draw(learn, call)
-    if place == 'epoch':
-        return make_pause(learn, call, 'epoch')
-    if place == 'evaluation':
-        return _make_pause_in_evaluation(learn, call, event)
-    if place == 'batch':
-        return _make_pause_in_batch(learn, call, event)
-    return None
+    return _make_pause_in_batch(learn, call, failure)
+
+
+def _list_handled(learn: Learner, failure: Failure) -> list[Any]:
+    "Return the callbacks whose handlers of an event have run before the one that has failed."
+    cbs = [cb for _, _, cb in learn.parts.callbacks.tables[learn.training][failure.event]]
+    places = [i for i, cb in enumerate(cbs) if cb is failure.cb]
+    return cbs[: places[0]] if places else []
+
+
+def _make_pause_at_begin(learn: Learner, call: FitCall) -> Pause:
+    "Return the pause before an epoch, with the random generators from before its first event."
+    rng = learn.run.request.rng
+    if learn.run.request.has_epoch and learn.epoch:
+        learn.epoch -= 1
+        pause = make_pause(learn, call, 'iteration' if ends_iteration(learn) else 'epoch')
+        pause.point = 'epoch'
+    else:
+        pause = make_pause(learn, call, '')
+        pause.point = 'start'
+    pause.state['rng'] = rng
+    return pause
+
+
+def _make_pause_at_end(learn: Learner, call: FitCall, failure: Failure) -> Pause:
+    "Return the pause within the events at the end of an epoch, whose rest is fired."
+    event = failure.event
+    is_over = event in ('after_iteration', 'iteration_checkpoint', 'after_fit')
+    pause = make_pause(learn, call, 'iteration' if is_over else 'epoch')
+    pause.point = 'epoch'
+    pause.handled = {event: _list_handled(learn, failure)}
+    pause.handled |= {later: [] for later in _END_OF_EPOCH[event]}
+    return pause
 
 
 def _make_pause_in_draw(learn: Learner, call: FitCall) -> Pause:
     "Return the pause before a batch that was being drawn, which is drawn again from the position in the data."
     learn.iter = learn.run.request.count_drawn(learn) - 1
-    position = learn.parts.positions.position
-    pause = make_pause(learn, call, 'batch', is_intact=False)
+    positions = learn.parts.positions
+    position = positions.position
+    is_intact = positions.left is not None and not positions.was_drawing
+    pause = make_pause(learn, call, 'batch', is_intact)
+    if is_intact:
+        return pause
     pause.last_batch = None
     saved = pause.state['position']
     if saved is None or position is None:
@@ -238,80 +331,205 @@ def _make_pause_in_draw(learn: Learner, call: FitCall) -> Pause:
         pause.state['position'] = {**saved, 'start': None, 'now': start}
     elif pause.n_drawn and position.before_draw is not None:
         pause.state['rng'] = {**pause.state['rng'], **position.before_draw}
-    elif position.draws or position.draws is None:
-        pause.caveat = 'the batch that was being drawn has moved random generators'
+    elif pause.n_drawn and not _draws_by_index(position.dl):
+        pause.caveat = 'random numbers that the batch was being drawn with are not drawn again'
     return pause
 
 
-def _make_pause_in_evaluation(learn: Learner, call: FitCall, event: str) -> Pause | None:
+def _draws_by_index(dl: Any) -> bool:
+    "Return True for a loader whose batches need no random numbers of this process."
+    return (
+        isinstance(dl, TensorLoader)
+        or type(dl) in (list, tuple)
+        or bool(getattr(dl, 'num_workers', 0))
+    )
+
+
+def _make_pause_in_evaluation(learn: Learner, call: FitCall, failure: Failure | None) -> Pause:
     "Return the pause behind the training of an epoch, whose evaluation begins again."
-    positions = learn.parts.positions
-    if learn.run.depth > 1 or positions.left is not None:
-        return None  # an evaluation within a training batch, which was cut
-    evaluated = learn.parts.evaluations.evaluated
-    for name in [name for name, time in evaluated.items() if time.ba == learn.time.ba]:
-        del evaluated[name]
+    event = '' if failure is None else failure.event
+    _repeat_evaluations(learn)
     pct_train = learn.pct_train
     learn.phase = learn.dl_name = 'train'
     learn.dl = learn.dls.train
-    learn.iter = positions.n_drawn - 1
+    learn.iter = learn.parts.positions.n_drawn - 1
     learn.n_iter = epoch_length(learn, learn.dl)[0]
     learn.parts.modes.train(learn)
     learn.pct_train = pct_train
     pause = make_pause(learn, call, 'batch')
     pause.last_batch = None
-    pause.is_trained = event not in ('after_train', 'after_cancel_train')
-    if not pause.is_trained:
-        pause.caveat = 'the handlers of `after_train` run again'
-    elif any(keeps_attributes(cb) for cb in learn.cbs):
-        pause.caveat = 'callbacks have seen a part of the evaluation, which begins again'
+    pause.is_trained = True
+    pause.handled = {'after_train': None}
+    if failure is not None and event == 'after_train':
+        pause.handled = {'after_train': _list_handled(learn, failure)}
+    elif event == 'after_cancel_train':
+        pause.handled = {'after_train': []}
+        pause.caveat = 'the rest of the handlers of `after_cancel_train` is left out'
+    elif names := _list_evaluating(learn, None if failure is None else failure.cb):
+        pause.caveat = f'{", ".join(names)} saw a part of the evaluation, which begins again'
     return pause
 
 
-def _make_pause_in_batch(learn: Learner, call: FitCall, event: str) -> Pause | None:
+def _list_evaluating(learn: Learner, failed: Any) -> list[str]:
+    "Return the callbacks of users, except for the one that has failed, that handle events of an evaluation."
+    table = learn.parts.callbacks.tables[False]
+    events = [*INNER_EVENTS.intersection(EVENTS), *_OF_EVALUATION]
+    cbs = [cb for event in events for _, _, cb in table[event]]
+    names = [type(cb).__name__ for cb in cbs if cb is not failed and keeps_attributes(cb)]
+    return list(dict.fromkeys(names))
+
+
+def _repeat_evaluations(learn: Learner) -> None:
+    "Let the evaluations of this time be due again."
+    evaluated = learn.parts.evaluations.evaluated
+    for name in [name for name, time in evaluated.items() if time.ba == learn.time.ba]:
+        del evaluated[name]
+
+
+# -- a batch that has failed --------------------------------------------------------------------------
+
+
+def _make_pause_in_batch(learn: Learner, call: FitCall, failure: Failure | None) -> Pause:
     "Return the pause before a batch that has failed, or behind it if the optimizer has stepped."
-    if event in (*_BEHIND_STEP, *_BEHIND_BATCH):
-        if event in _BEHIND_STEP:
-            learn.parts.callbacks.call_one(learn.train_eval, 'after_batch')
-        learn.opt.zero_grad()
+    positions = learn.parts.positions
+    event = '' if failure is None else failure.event
+    if learn.opt.was_cut:
+        raise NotPaused("the optimizer's step was cut, and may have changed a part of the weights")
+    is_counted = learn.parts.counters.batches > positions.n_trained
+    if failure is not None and event in _BEHIND:
+        return _make_pause_behind(learn, call, failure, is_counted)
+    if is_counted:
+        learn.iter = learn.run.request.count_drawn(learn) - 1
         pause = make_pause(learn, call, 'batch')
-        if event != 'batch_checkpoint':
-            pause.caveat = 'the rest of the failed batch is left out: its later handlers and events'
+        pause.caveat = 'handlers of `after_batch` and `batch_checkpoint` may have been left out'
         return pause
-    has_forward = event not in _BEFORE_FORWARD
-    if has_forward and not learn.parts.callbacks.is_step_due():
-        return None  # gradients of earlier batches are mixed with those of this one
-    if event in ('before_step', 'after_backward', '') and learn.parts.callbacks.has_handler(
-        'will_step'
-    ):
-        return None
-    batch = learn.batch
-    if has_forward:
+    if learn.opt.n_steps != positions.n_steps:
+        raise NotPaused('the batch was cut behind a step of an optimizer')
+    return _make_pause_before(learn, call, event, failure)
+
+
+def _make_pause_behind(learn: Learner, call: FitCall, failure: Failure, is_counted: bool) -> Pause:
+    "Return the pause behind the step of a batch, whose remaining events are fired."
+    event = failure.event
+    handled = {later: list[Any]() for later in (event, *_BEHIND[event])}
+    handled[event] = _list_handled(learn, failure)
+    if event in _AFTER_STEP:
         learn.opt.zero_grad()
-    learn.iter -= 1
+    if not is_counted:
+        learn.parts.callbacks.call_one(learn.train_eval, 'after_batch')
+    if 'after_batch' in handled:
+        handled['after_batch'] = [*handled['after_batch'], learn.train_eval]
+        _repeat_evaluations(learn)
     pause = make_pause(learn, call, 'batch')
-    rest = pause.open_pass.batches
-    if rest is None:
-        return None
-    pause.open_pass.batches = chain([batch], rest)
+    pause.handled = {**handled}
+    results = {name: value for name, value in vars(learn).items() if name in _RESULTS}
+    pause.batch_fields = map_tensors(results, _detach)
+    if event in _AFTER_STEP:
+        pause.caveat = 'the gradients of the failed batch are gone for the rest of its handlers'
+    return pause
+
+
+def _detach(t: Tensor) -> Tensor:
+    return t.detach()
+
+
+def _make_pause_before(learn: Learner, call: FitCall, event: str, failure: Failure | None) -> Pause:
+    "Return the pause before a batch that has failed, which is repeated."
+    batch = learn.batch
+    learn.iter -= 1
+    source = learn.run.replay_source
+    drawn = None if source is None else source.find_drawn(batch)
+    has_forward = event not in _BEFORE_FORWARD or (event == 'before_pred' and _may_repeat(learn))
+    if drawn is not None:
+        with drawn.restored(learn):
+            pause = make_pause(learn, call, 'batch')
+    else:
+        if has_forward:
+            _clear_gradients(learn, event)
+        pause = make_pause(learn, call, 'batch')
+    pause.open_pass.prepend(batch)
     pause.last_batch = None
-    if has_forward:
+    again = _list_repeated(learn, failure, drawn is not None)
+    if has_forward and drawn is None:
         pause.caveat = (
             'the batch is repeated with buffers and random generators as it has left them'
         )
+    elif again:
+        pause.caveat = f'handlers of {", ".join(again)} run again for the repeated batch'
     return pause
+
+
+def _may_repeat(learn: Learner) -> bool:
+    "Return True if a batch may have several forward passes."
+    has_own_batch = type(learn).train_batch.__module__ != 'learnkit.engine.loop'
+    return has_own_batch or learn.seams.batch is not None
+
+
+def _clear_gradients(learn: Learner, event: str) -> None:
+    "Drop the gradients of a failed batch; raise `NotPaused` if those of earlier batches contain them."
+    if not learn.parts.callbacks.has_handler('will_step'):
+        learn.opt.zero_grad()
+        return
+    began = event not in _BEFORE_BACKWARD if event else 'loss_grad' in vars(learn)
+    if began or _may_repeat(learn):
+        raise NotPaused(
+            'gradients that were accumulated over earlier batches contain a part of the failed one'
+        )
+
+
+def _list_repeated(learn: Learner, failure: Failure | None, has_generators: bool) -> list[str]:
+    "Return the callbacks that may have kept something of the failed batch: those of users, or that draw numbers."
+    cb_failed = None if failure is None else failure.cb
+    found: list[str] = []
+    for event in _BATCH:
+        is_last = failure is not None and event == failure.event
+        for _, _, cb in learn.parts.callbacks.tables[True][event]:
+            if is_last and cb is cb_failed:
+                return found
+            has_drawn = trait_of(cb, 'draws_for_batch') and not has_generators
+            if cb is not cb_failed and (keeps_attributes(cb) or has_drawn):
+                found += [name for name in [type(cb).__name__] if name not in found]
+        if is_last:
+            break
+    return found
+
+
+def _capture(learn: Learner, point: str) -> dict[str, Any]:
+    "Return the state of a checkpoint; raise `NotPaused` if a callback or the loader cannot give its state."
+    try:
+        return gather_full_state(collect_state(learn, point))
+    except Exception as e:
+        raise NotPaused(f'its state cannot be kept, {type(e).__name__}: {e}') from e
 
 
 def make_pause(
     learn: Learner,
     call: FitCall,
-    point: str,  # 'batch' or 'epoch', as in `SAVE_POINTS`
+    point: str,  # 'batch', 'epoch' or 'iteration', as in `SAVE_POINTS`; '': before the first epoch
     is_intact: bool = True,  # False if the iterator of the pass may have failed
 ) -> Pause:
-    "Return the pause of a fit that has just left the loop at a point where it can continue."
-    state = gather_full_state(collect_state(learn, point))
+    """Return the pause of a fit that has just left the loop at a point where it can continue.
+
+    Raises `NotPaused` if a state cannot be collected, or memory is too small for its copy."""
+    state = _capture(learn, point)
     trained = {name: state.pop(name) for name in TRAINED}
     state.pop('grads')
+    try:
+        return _copy_state(learn, call, point, state, trained, is_intact)
+    except (RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and not is_out_of_memory(e):
+            raise
+        raise NotPaused('the memory is too small for a copy of its state') from e
+
+
+def _copy_state(
+    learn: Learner,
+    call: FitCall,
+    point: str,
+    state: dict[str, Any],  # of a checkpoint, without weights, optimizer and gradients
+    trained: dict[str, Any],  # states of model, loss function and optimizer
+    is_intact: bool,
+) -> Pause:
     params = {name for name, _ in bare_model(learn.model).named_parameters()}
     buffers = {k: v for k, v in trained['model'].items() if k not in params}
     grads = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
@@ -331,6 +549,7 @@ def make_pause(
         attributes=_list_attributes(learn),
         last_batch=learn.batch,
         info=_describe_run(learn),
+        loader=list_data(learn),
     )
 
 
@@ -367,7 +586,9 @@ def _take_pass(learn: Learner, point: str, is_intact: bool) -> OpenPass:
     positions = learn.parts.positions
     dl = learn.dls.train
     batches = positions.left if point == 'batch' and is_intact else None
-    return OpenPass(dl, batches, positions.position, positions.stream, mark_loader(dl))
+    iterator = positions.iterator if batches is not None else None
+    mark = mark_loader(dl)
+    return OpenPass(dl, batches, positions.position, positions.stream, mark, iterator)
 
 
 def mark_loader(dl: Any) -> dict[str, Any]:
@@ -387,10 +608,33 @@ def is_untouched(open_pass: OpenPass) -> bool:
     dl = open_pass.dl
     if type(dl) in (list, tuple) or isinstance(dl, (TensorLoader, Iterator)):
         return True
+    if not workers_live(open_pass.iterator):
+        return False
     now = mark_loader(dl)
     if type(dl) is DataLoader or 'loader' not in now:
         return bool(now.get('sent') == open_pass.mark.get('sent'))
     return are_equal(now, open_pass.mark)
+
+
+def list_caveats(learn: Learner, pause: Pause) -> list[str]:
+    "Return what is not exact if a paused fit continues."
+    found = [pause.caveat] if pause.caveat else []
+    dl = pause.open_pass.dl
+    if dl is not learn.dls.train:
+        return found
+    if isinstance(dl, Iterator):
+        return [
+            *found,
+            'batches that were read meanwhile from the loader, an iterator, are missing',
+        ]
+    before, now = pause.loader, list_data(learn)
+    unread = [name for name, (mark, _) in now.items() if mark == UNREADABLE]
+    changed = [name for name in now if now[name][0] != before.get(name, (None, ''))[0]]
+    if changed:
+        found.append(f'{", ".join(changed)} was changed meanwhile')
+    if unread:
+        found.append(f'{", ".join(unread)} cannot be compared, if the loader was read meanwhile')
+    return found
 
 
 def read_settings(learn: Learner, call: FitCall) -> Settings:
@@ -409,8 +653,11 @@ def read_options(learn: Learner) -> list[dict[str, Any]]:
 # -- continuing ---------------------------------------------------------------------------------------
 
 
-def make_state(learn: Learner, pause: Pause) -> PausedState:
-    "Return the state from which `fit` continues a pause."
+def make_state(learn: Learner, pause: Pause) -> PausedState | None:
+    "Return the state from which `fit` continues a pause; None if the fit begins again, with its generators."
+    if pause.point == 'start':
+        restore_rng(pause.state['rng'])
+        return None
     info = dict(pause.info)
     state = PausedState(dict(pause.state), restore, info=info, pause=pause, begin=begin)
     own_pass = pause.open_pass
@@ -418,10 +665,13 @@ def make_state(learn: Learner, pause: Pause) -> PausedState:
     if pause.point == 'batch' and own_pass.batches is None:
         is_kept = pause.is_trained
     if is_kept:
-        batches = pause.list_rest() if pause.point == 'batch' else None
+        batches = pause.list_rest() if pause.point == 'batch' and own_pass.batches else None
         if pause.is_trained:
             batches = iter(())
-        state.open_pass = OpenPass(own_pass.dl, batches, own_pass.position, own_pass.stream)
+        position, stream = own_pass.position, own_pass.stream
+        state.open_pass = OpenPass(
+            own_pass.dl, batches, position, stream, iterator=own_pass.iterator
+        )
     return state
 
 
@@ -457,8 +707,11 @@ def _collect_weights(learn: Learner, pause: Pause) -> dict[str, Any]:
 
 def restore(learn: Learner, r: Any) -> None:
     "Restore a pause; callbacks may have been added or removed."
+    request = learn.run.request
+    request.restored = r.pause
     for cb, owned in r.pause.attributes:
         if cb in learn.parts.callbacks:
             vars(cb).update(owned)
     r.info = {**r.info, 'callback_names': callback_names(learn)}
     restore_state(learn, r)
+    request.restored = None

@@ -106,6 +106,7 @@ class OptimWrapper(torch.optim.Optimizer):
         is_single = isinstance(opt, torch.optim.Optimizer)
         self.optimizers = {'': opt} if is_single else name_optimizers(opt)
         self.n_steps = 0
+        self.was_cut = False  # whether an exception has ended a step of this fit
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # the slots of each group of the splitter, one for each of its parts
@@ -233,13 +234,18 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Raises `OptimizerError` for an unknown optimizer.
         """
-        for o in self._select(only):
-            if o not in self._closures:
-                res = unannotated_step(o)
-                continue
-            if isinstance(closure, Closure):
-                closure.begin(o)
-            res = o.step(closure)
+        selected = self._select(only)
+        try:
+            for o in selected:
+                if o not in self._closures:
+                    res = unannotated_step(o)
+                    continue
+                if isinstance(closure, Closure):
+                    closure.begin(o)
+                res = o.step(closure)
+        except BaseException:
+            self.was_cut = True
+            raise
         drop_casts()
         self.n_steps += 1
         return res
