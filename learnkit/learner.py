@@ -337,7 +337,7 @@ class Learner(Loop):
         try:
             yield request
         except BaseException as e:
-            from learnkit.checkpoint.pause import keep_pause
+            from learnkit.checkpoint.pause_errors import keep_pause
 
             keep_pause(self, call, e)
             if not isinstance(e, FitPaused):

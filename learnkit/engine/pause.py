@@ -86,6 +86,7 @@ class PauseRequest:
         # random generators at the start of the fit, and then of the epoch
         self.rng: RNGState = {} if learn is None else capture_rng()
         self.has_epoch = False  # True from the first epoch on
+        self.n_epochs = 0  # number of epochs that had finished over all fits when the epoch began
         self._flags = [None]  # two elements after a request
         self._pid = os.getpid()
         # number of the first batch of the pass, and of the batches that were trained before it
@@ -109,7 +110,10 @@ class PauseRequest:
         "Note that an epoch begins, with the random generators from before its first event."
         self._start = None
         self.has_epoch = True
-        if self.learn is not None and self.learn.epoch:
+        if self.learn is None:
+            return
+        self.n_epochs = self.learn.parts.counters.epochs
+        if self.learn.epoch:
             self.rng = capture_rng()
 
     def count_drawn(self, learn: Learner) -> int:

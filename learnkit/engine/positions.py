@@ -157,6 +157,7 @@ class TrainingPositions(Source):
         self.left: Iterator[Any] | None = None  # batches of a pass that an exception has left
         self.is_drawing = False  # True while the next batch of the open pass is awaited
         self.was_drawing = False  # the same when an exception has left the pass
+        self.is_ending = False  # True while the end of a pass is recorded
         # numbers of batches and steps over all fits when the last batch was drawn
         self.n_trained = self.n_steps = 0
         # folder of the run to which `rewind` has moved the Learner
@@ -234,6 +235,8 @@ class TrainingPositions(Source):
         if not (learn.training and learn.fitting):
             return  # of an evaluation, possibly within a batch of the open pass
         batches = self._current
+        self.is_ending = True
+        self.n_drawn = learn.iter + 1
         self._current = None
         self.was_drawing = self.is_drawing
         self.is_drawing = False
@@ -242,14 +245,14 @@ class TrainingPositions(Source):
         if self.left is None:
             self.last = self.iterator = None
         stopping = learn.run.stopping
-        self.n_drawn = learn.iter + 1
         self.is_cut = stopping and self.n_drawn != learn.n_iter
         self.rest = batches if stopping and learn.n_epoch is None else None
         warn_of_late_params(learn)
+        self.is_ending = False
 
     def close(self) -> None:
         "Release the position of the last pass, unless a budget has cut the pass."
-        self.is_cut = False
+        self.is_cut = self.is_ending = False
         self.last = self.left = self.iterator = None
         if self.rest is None:
             self.position = None

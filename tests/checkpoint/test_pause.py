@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -234,17 +233,14 @@ def test_every_set_up(axis: str, name: str) -> None:
 # -- signals and errors ---------------------------------------------------------------------------
 
 
-def interrupt_at(learn: Learner, event: str, nth: int, group: bool = False) -> Callback:
+def interrupt_at(learn: Learner, event: str, nth: int) -> Callback:
     "Press Ctrl-C at the n-th event in training."
     seen: list[int] = []
 
     def press(cb: Any) -> None:
         seen.append(1)
         if len(seen) == nth:
-            if group:
-                os.killpg(0, signal.SIGINT)
-            else:
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     cb = Callback(**{event: press})
     learn.add_cb(cb)
