@@ -16,7 +16,6 @@ from learnkit.core.batch import map_tensors
 from learnkit.core.errors import CancelError, CancelException, FitError
 from learnkit.core.model import preserved_modes
 from learnkit.data.dataloaders import TensorLoader
-from learnkit.data.position import describe_drawn
 from learnkit.engine.callback_state import keeps_attributes
 from learnkit.engine.events import EVENTS, INNER_EVENTS
 from learnkit.engine.lengths import epoch_length
@@ -130,7 +129,7 @@ def _make_pause_of_error(learn: Learner, call: FitCall, failure: Failure | None)
     if not request.has_begun:
         return _make_pause_at_begin(learn, call, failure)
     is_over = learn.parts.counters.epochs > request.n_epochs
-    if not learn.training and not is_over:
+    if not is_over and (not learn.training or learn.parts.evaluations.is_at_end):
         return _make_pause_in_evaluation(learn, call, failure)
     if positions.is_ending and positions.left is None:
         return _make_pause_in_evaluation(learn, call, failure)
@@ -150,7 +149,7 @@ def _list_handled(learn: Learner, failure: Failure) -> list[Any]:
 
 def _make_pause_at_begin(learn: Learner, call: FitCall, failure: Failure | None) -> Pause:
     "Return the pause before an epoch, with the random generators from before its first event."
-    events = _BEGIN
+    events: tuple[str, ...] = _BEGIN
     rng = learn.run.request.rng
     if learn.run.request.has_epoch and learn.epoch:
         learn.epoch -= 1
@@ -194,9 +193,7 @@ def _make_pause_in_draw(learn: Learner, call: FitCall) -> Pause:
     start = saved['start']
     if not pause.n_drawn and start is not None:  # begin the pass again
         pause.state['rng'] = {**pause.state['rng'], **start.get('rng', {})}
-        # the loader itself may have another length by now than at the start of the fit
-        loader = describe_drawn(position.dl)
-        pause.state['position'] = {**saved, 'start': None, 'now': start, 'loader': loader}
+        pause.state['position'] = {**saved, 'start': None, 'now': start}
     elif pause.n_drawn and position.before_draw is not None:
         pause.state['rng'] = {**pause.state['rng'], **position.before_draw}
     elif pause.n_drawn and not _draws_by_index(position.dl):

@@ -25,6 +25,7 @@ from typing_extensions import override
 from learnkit.core.errors import FitError, TimeError, list_places
 from learnkit.core.random import capture_rng
 from learnkit.core.time import Time, as_time
+from learnkit.data.position import describe_drawn
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import contains_object, list_running
 from learnkit.engine.resumed_run import ResumedRun, ResumeState
@@ -113,6 +114,7 @@ class PauseRequest:
         if self.learn is None:
             return
         self.n_epochs = self.learn.parts.counters.epochs
+        self.learn.parts.evaluations.is_at_end = False
         if self.learn.epoch:
             self.rng = capture_rng()
 
@@ -350,7 +352,7 @@ class PausedRun(ResumedRun):
     @override
     def _open_pass(self, learn: Learner) -> Iterator[Any]:
         "Return the batches that remain of the open pass, after the rest of a batch that has failed."
-        batches = super()._open_pass(learn) if self.open_pass is None else self._continue_pass()
+        batches = self._open_again(learn) if self.open_pass is None else self._continue_pass()
         pause = self.resume.pause
         if pause.is_trained:
             self._leave_out(learn, {'before_draw': None, **pause.handled})
@@ -358,6 +360,16 @@ class PausedRun(ResumedRun):
             vars(learn).update(pause.batch_fields)
             self._finish_events(learn)
         return batches
+
+    def _open_again(self, learn: Learner) -> Iterator[Any]:
+        "Return the batches that remain of a new pass, which is found by its position."
+        position = self.resume.state['position']
+        dl = learn.dls.train
+        if position is not None and dl is self.resume.pause.open_pass.dl:
+            # the loader itself may have another length by now than at the start of the fit
+            position = {**position, 'loader': describe_drawn(dl)}
+            self.resume.state = {**self.resume.state, 'position': position}
+        return super()._open_pass(learn)
 
     def _continue_pass(self) -> Iterator[Any]:
         own_pass = self.open_pass
