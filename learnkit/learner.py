@@ -327,19 +327,23 @@ class Learner(Loop):
     def _pausable(self, call: FitCall) -> Iterator[PauseRequest]:
         "Let a fit pause within a context; keep what it needs to continue, also after an error."
         __tracebackhide__ = True
+        outer = self.run.request
         request = self.run.request = PauseRequest(self)
         self.run.pause = None
+        self.run.not_paused = ''
+        if self.opt is not None:
+            self.opt.was_cut = False
         call.then, self.run.then = self.run.then, None
         try:
             yield request
         except BaseException as e:
-            from learnkit.checkpoint.pause import keep_pause
+            from learnkit.checkpoint.pause_errors import keep_pause
 
             keep_pause(self, call, e)
             if not isinstance(e, FitPaused):
                 raise
         finally:
-            self.run.request = None
+            self.run.request = outer
         if request.is_interrupt:
             raise KeyboardInterrupt(*self._describe_stop()) from None
 
@@ -347,7 +351,7 @@ class Learner(Loop):
         "Return the message of a Ctrl-C that has ended a fit behind a batch."
         pause = self.run.pause
         if pause is None:
-            return []
+            return [f'stopped; it cannot continue: {self.run.not_paused}.']
         return [f'stopped {pause.describe()}: `learn.resume()` continues there.']
 
     def pause(self) -> None:
@@ -1643,6 +1647,7 @@ class Learner(Loop):
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
         self.run.replay_source = self.run.pause = None
+        self.run.not_paused = ''
         self.parts.positions.forget()
         if self not in _open_learners:
             return []

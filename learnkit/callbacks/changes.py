@@ -17,7 +17,15 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.schedule import ParamScheduler
 from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.next_loader import find_rest, move_to_loader
-from learnkit.checkpoint.pause import Part, Pause, Settings, make_state, read_options, read_settings
+from learnkit.checkpoint.pause import (
+    Part,
+    Pause,
+    Settings,
+    list_caveats,
+    make_state,
+    read_options,
+    read_settings,
+)
 from learnkit.core.batch import are_equal
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import FitError, OptionError
@@ -29,6 +37,7 @@ from learnkit.engine.optimizer import MAX_NAMES, cover_params
 from learnkit.engine.pause import parse_pause
 
 if TYPE_CHECKING:
+    from learnkit.engine.pause import FitCall, PausedState
     from learnkit.learner import Learner
 
 Change = dict[str, Any]  # what, old, new
@@ -51,8 +60,10 @@ def resume(
     if learn.run.depth:
         raise FitError('learn.resume(): a run is under way.')
     if pause is None:
+        why = learn.run.not_paused
+        reason = f'The last fit cannot continue: {why}.' if why else 'no fit is paused.'
         raise FitError(
-            'learn.resume(): no fit is paused. `fit(..., resume=True)` continues from a checkpoint of a folder.'
+            f'learn.resume(): {reason} `fit(..., resume=True)` continues from a checkpoint of a folder.'
         )
     parse_pause(learn, pause_at)
     _check_length(pause, n_epoch)
@@ -68,15 +79,30 @@ def resume(
     ]
     pause.options = read_options(learn)
     state = make_state(learn, pause)
-    if rest is not None:
+    if rest is not None and state is not None:
         move_to_loader(state, rest)
     _report(learn, pause, changes)
-    if pause.point == 'batch' and state.open_pass is None and rest is None:
+    if rest is None and pause.point == 'batch' and state is not None:
+        _warn_of_new_pass(pause, state)
+    _continue_fit(learn, pause.call, state, pause_at)
+
+
+def _warn_of_new_pass(pause: Pause, state: PausedState) -> None:
+    "Warn if the open pass has ended, so that a new one skips the batches that were trained."
+    if state.open_pass is None:
         warn_user(
             f'The open pass over the training loader ({type(pause.open_pass.dl).__name__}) has ended: its first '
             f'{pause.n_drawn} batches are skipped in a new one, as by a resume from a checkpoint.'
         )
-    call = pause.call
+
+
+def _continue_fit(
+    learn: Learner,
+    call: FitCall,
+    state: PausedState | None,  # None: the fit begins again
+    pause_at: Any,
+) -> None:
+    "Fit on, and call what follows the fit in the method that was called."
     learn.run.then = call.then
     try:
         with replacing_yield(learn, 'stage', call.stage):
@@ -315,7 +341,6 @@ def _report(learn: Learner, pause: Pause, changes: list[Change]) -> None:
     if recorder is not None:
         recorder.history.changes += rows
     lines = [describe_change(row) for row in rows]
-    if pause.caveat:
-        lines.append(f'not exact: {pause.caveat}')
+    lines += [f'not exact: {caveat}' for caveat in list_caveats(learn, pause)]
     for line in lines:
         learn.logger is noop or print(f'{pause.time.ba}ba: {line}')

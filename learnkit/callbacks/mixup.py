@@ -69,6 +69,7 @@ class MixHandler(Callback):
 
     run_in = 'fit'
     run_valid = False
+    draws_for_batch = True
     needs_events = False  # `_check_blended` finds losses that were not blended
 
     def __init__(

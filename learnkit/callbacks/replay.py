@@ -16,11 +16,21 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
+from learnkit.checkpoint.state import list_owners
 from learnkit.core.errors import CancelException, FitError, list_places
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.random import RNGState, capture_rng, restore_rng
+from learnkit.core.model import BufferCopy, EarlierBuffers, copy_buffers
+from learnkit.core.random import (
+    RNGState,
+    capture_own,
+    capture_rng,
+    preserved_rng,
+    restore_own,
+    restore_rng,
+)
 from learnkit.engine.callback import Callback
 from learnkit.engine.fields import SAVED
+from learnkit.engine.microbatch import restore_gradients
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.engine.positions import TrainingPositions
 from learnkit.engine.seams import fit_seams
@@ -42,6 +52,36 @@ class Drawn(NamedTuple):
     state: dict[str, Any]
     done: dict[str, int]
     sums: list[tuple[Any, dict[str, Any]]]  # states of the callbacks that accumulate batches
+    # of a training batch: buffers of model and loss function, own generators, accumulated gradients
+    buffers: list[BufferCopy]
+    generators: list[tuple[Any, Any]]
+    grads: list[tuple[Tensor, Tensor]]
+
+    @contextmanager
+    def restored(self, learn: Learner) -> Iterator[None]:
+        "Return a context in which buffers, generators, sums and gradients are as they were before the batch."
+        sums = [(cb, cb.state_dict()) for cb, _ in self.sums]
+        generators = [(owner, capture_own(owner)) for owner, _ in self.generators]
+        with preserved_rng(), EarlierBuffers(self.buffers):
+            restore_gradients(learn, self.grads)
+            _load_states(self.sums)
+            restore_rng(self.rng)
+            _restore_generators(self.generators)
+            try:
+                yield
+            finally:
+                _load_states(sums)
+                _restore_generators(generators)
+
+
+def _load_states(states: list[tuple[Any, dict[str, Any]]]) -> None:
+    for cb, state in states:
+        cb.load_state_dict(state)
+
+
+def _restore_generators(states: list[tuple[Any, Any]]) -> None:
+    for owner, state in states:
+        restore_own(owner, state)
 
 
 class Replay(Callback):
@@ -50,10 +90,14 @@ class Replay(Callback):
     After an exception has ended a run, `learn.replay()` repeats the batch that raised it, in
     training or in evaluation. Without a failure it repeats the last training batch.
 
-    Kept is the last batch of training as the loader gave it, by reference, and one that failed. On
-    a GPU this takes the memory of one more batch, and in-place changes of a batch change the repeated
-    batch too. Weights, accumulated gradients and the counters of other callbacks are not kept. The
-    next fit and `learn.close()` drop the batches. Checkpointed: nothing.
+    After an exception before the step of a training batch, `learn.resume()` repeats the batch with
+    the buffers, the random generators and the accumulated gradients from before it.
+
+    Kept is the last batch of training as the loader gave it, by reference, and one that failed, with
+    copies of the buffers and of the accumulated gradients. On a GPU this takes the memory of one more
+    batch, and in-place changes of a batch change the repeated batch too. Weights and the counters of
+    other callbacks are not kept. The next fit and `learn.close()` drop the batches. Checkpointed:
+    nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=Replay())
@@ -101,9 +145,17 @@ class Replay(Callback):
             {name: getattr(learn, name, None) for name in STATE},
             learn.parts.counters.by_unit(),
             [(cb, cb.state_dict()) for cb in learn.cbs if isinstance(cb, GradientAccumulation)],
+            *_copy_before_training(learn),
         )
         if learn.training:
             self._trained = self._current
+
+    def find_drawn(self, batch: Any) -> Drawn | None:
+        "Return a training batch that is under way, with the state before it; None if it is another one."
+        drawn = self._current
+        if drawn is None or drawn.batch is not batch or not drawn.state['training']:
+            return None
+        return drawn
 
     def after_batch(self) -> None:
         self._current = None
@@ -125,6 +177,19 @@ class Replay(Callback):
     def close(self) -> None:
         "Drop all batches."
         self._reset()
+
+
+def _copy_before_training(learn: Learner) -> tuple[list[Any], list[Any], list[Any]]:
+    "Return copies of buffers, generators and accumulated gradients before a training batch."
+    if not (learn.training and learn.fitting):
+        return [], [], []
+    loss = learn.loss_func
+    buffers = copy_buffers(learn.model)
+    if isinstance(loss, nn.Module):
+        buffers += copy_buffers(loss)
+    generators = [(owner, capture_own(owner)) for _, owner in list_owners(learn)]
+    grads = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
+    return buffers, generators, grads
 
 
 def replay(

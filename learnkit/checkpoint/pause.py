@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -19,38 +18,35 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from learnkit.checkpoint.fingerprint import UNREADABLE
 from learnkit.checkpoint.host import copy_to_host
+from learnkit.checkpoint.rehearsal import list_data
 from learnkit.checkpoint.resume import fit_position, restore_state
 from learnkit.checkpoint.state import collect_frozen, collect_state, collect_trained
 from learnkit.comm.dtensor import gather_full_state, local_shards
 from learnkit.core.batch import are_equal
-from learnkit.core.errors import CancelException
-from learnkit.core.model import bare_model, has_weights, preserved_modes
+from learnkit.core.model import bare_model, has_weights
 from learnkit.core.random import capture_rng, preserved_rng, restore_rng
 from learnkit.core.time import Timestamp
 from learnkit.data.dataloaders import TensorLoader
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.shard import unshard
+from learnkit.data.torch_loader import workers_live
 from learnkit.engine.callback_state import callback_names, keeps_attributes
 from learnkit.engine.dispatch import contains_object
-from learnkit.engine.lengths import epoch_length
+from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.pause import FitCall, FitPaused, OpenPass, PausedState
+from learnkit.engine.pause import FitCall, OpenPass, PausedState
 from learnkit.engine.resumed_run import list_checkpoint_writers
 from learnkit.engine.snapshot import TRAINING_TYPES
 
 if TYPE_CHECKING:
+    from learnkit.checkpoint.rehearsal import Inventory
+    from learnkit.core.random import RNGState
     from learnkit.learner import Learner
 
 TRAINED = ('model', 'loss_func', 'optimizer')
-# attributes of the Learner that say where an error was raised
-_PLACE = ('training', 'phase', 'dl_name', 'dl', 'iter', 'n_iter')
 _END = object()  # marks the end of a pass, as the default of `next`
-# events of a batch before its forward pass, behind the optimizer's step, and behind the batch
-_BEFORE_FORWARD = ('before_batch', 'before_pred')
-_BEHIND_STEP = ('after_cancel_step', 'after_step', 'after_cancel_batch')
-_BEHIND_BATCH = ('after_batch', 'batch_checkpoint')
-_EVALUATION = ('after_cancel_train', 'after_train', 'before_eval', 'after_eval')
 
 
 Part = tuple[Any, str]  # weak reference to an object, and its description
@@ -78,7 +74,7 @@ class Pause:
     "A fit that has left the loop, and can continue there."
 
     call: FitCall
-    point: str  # 'batch' or 'epoch', as in `SAVE_POINTS`
+    point: str  # 'batch' or 'epoch', as in `SAVE_POINTS`; 'start': before the first epoch
     time: Timestamp
     state: dict[str, Any] = field(repr=False)  # without weights and optimizer
     buffers: dict[str, Any] = field(repr=False)  # of the model
@@ -92,7 +88,11 @@ class Pause:
     attributes: list[tuple[Any, dict[str, Any]]] = field(repr=False)  # of callbacks
     last_batch: Any = field(repr=False)
     info: dict[str, Any] = field(repr=False)
-    is_trained: bool = False  # whether the epoch was trained, with its `after_train`
+    loader: Inventory = field(repr=False)  # attributes of the loader that no state holds
+    is_trained: bool = False  # whether the epoch was trained
+    # events whose rest is fired, with the callbacks whose handlers have run; None: all have
+    handled: dict[str, list[Any] | None] = field(default_factory=dict, repr=False)
+    batch_fields: dict[str, Any] = field(default_factory=dict, repr=False)  # results for these
     caveat: str = ''  # what is not exact if the fit continues; '': nothing
     peeked: Any = field(default=None, repr=False)  # the next batch, and the generators after it
 
@@ -108,6 +108,8 @@ class Pause:
 
     def describe(self) -> str:
         "Describe the place of the pause."
+        if self.point == 'start':
+            return f'before the first epoch, {self.time.ba}ba'
         if self.point == 'epoch':
             return f'after epoch {self.epoch}, {self.time.ba}ba'
         n_iter = self.state['loop']['n_iter']
@@ -136,7 +138,7 @@ class Pause:
         "Return the next batch, which stays the next batch; None at the end of the pass."
         if self.peeked is None:
             own_pass = self.open_pass
-            if self.point == 'epoch' or own_pass.batches is None:
+            if self.point != 'batch' or own_pass.batches is None:
                 return None
             with preserved_rng():
                 restore_rng(self.state['rng'])
@@ -148,181 +150,63 @@ class Pause:
         return None if batch is _END else batch
 
     def list_rest(self) -> Iterator[Any]:
-        "Yield the batches that remain of the open pass; the generators move as if none had been looked at."
-        assert self.open_pass.batches is not None
-        if self.peeked is not None:
-            batch, rng = self.peeked
-            restore_rng(rng)
-            if batch is _END:
-                return
-            yield batch
-        yield from self.open_pass.batches
+        "Return the batches that remain of the open pass; the generators move as if none had been looked at."
+        batches = self.open_pass.batches
+        assert batches is not None
+        return batches if self.peeked is None else _begin_with(batches, *self.peeked)
+
+
+def _begin_with(batches: Iterator[Any], batch: Any, rng: RNGState) -> Iterator[Any]:
+    "Yield a batch that was drawn before, with the generators after it, and the batches behind it."
+    restore_rng(rng)
+    if batch is not _END:
+        yield batch
+        yield from batches
 
 
 # -- keeping ------------------------------------------------------------------------------------------
 
 
-def keep_pause(learn: Learner, call: FitCall, error: BaseException) -> None:
-    "Keep the fit that this exception has ended, if it can continue; called before the end of the run."
-    if isinstance(error, FitPaused):
-        learn.run.pause = make_pause(learn, call, error.point)
-        for writer in list_checkpoint_writers(learn):
-            writer.save_pause(error.point)
-        learn._end_cleanup()
-        learn.opt.zero_grad()
-        return
-    resuming = learn.run.resuming
-    if isinstance(resuming, PausedState):
-        learn.run.pause = resuming.pause  # it was not restored yet
-        return
-    if isinstance(error, CancelException) or learn.world.size > 1:
-        return
-    place, event = find_place(error)
-    before = {name: getattr(learn, name) for name in _PLACE}
-    modes = vars(learn.parts.modes)
-    modes_before = dict(modes)
+class NotPaused(Exception):
+    "A fit cannot continue; the message says why."
+
+
+def _capture(learn: Learner, point: str) -> dict[str, Any]:
+    "Return the state of a checkpoint; raise `NotPaused` if a callback or the loader cannot give its state."
     try:
-        # the error is the user's, also if the Learner cannot be kept
-        with preserved_modes(learn.model), suppress(Exception):
-            learn.run.pause = _make_pause_of_error(learn, call, place, event)
-    finally:
-        # the end of the run reports where the error was raised
-        vars(learn).update(before)
-        modes.update(modes_before)
-
-
-def find_place(error: BaseException) -> tuple[str, str]:
-    """Return where in the loop an exception was raised, and the event, from its traceback.
-
-    The place is 'draw', 'batch', 'cut' (in the optimizer's step), 'evaluation', 'epoch', or '' elsewhere."""
-    names = []
-    tb = error.__traceback__
-    while tb is not None:
-        code, module = tb.tb_frame.f_code, tb.tb_frame.f_globals.get('__name__')
-        if module == 'learnkit.engine.loop':
-            names.append(code.co_name)
-            if code.co_name == 'draw_batches':
-                return 'draw' if 'do_evaluation' not in names else 'evaluation', ''
-        elif module == 'learnkit.engine.dispatch' and code.co_name == '__call__':
-            return _find_place_of_event(names, tb.tb_frame.f_locals['event_name'])
-        tb = tb.tb_next
-    if 'do_evaluation' in names:
-        return 'evaluation', ''
-    if '_step' in names:
-        return 'cut', ''
-    return ('batch' if 'one_batch' in names else ''), ''
-
-
-def _find_place_of_event(names: list[str], event: str) -> tuple[str, str]:
-    if 'do_evaluation' in names or event in _EVALUATION:
-        return 'evaluation', event
-    if 'one_batch' in names or event == 'batch_checkpoint':
-        return 'batch', event
-    return ('epoch' if event == 'epoch_checkpoint' else ''), event
-
-
-def _make_pause_of_error(learn: Learner, call: FitCall, place: str, event: str) -> Pause | None:
-    "Return the pause at which a fit can continue after an exception, or None."
-    if place == 'draw' and learn.run.request.has_begun:
-        return _make_pause_in_draw(learn, call)
-    if place == 'epoch':
-        return make_pause(learn, call, 'epoch')
-    if place == 'evaluation':
-        return _make_pause_in_evaluation(learn, call, event)
-    if place == 'batch':
-        return _make_pause_in_batch(learn, call, event)
-    return None
-
-
-def _make_pause_in_draw(learn: Learner, call: FitCall) -> Pause:
-    "Return the pause before a batch that was being drawn, which is drawn again from the position in the data."
-    learn.iter = learn.run.request.count_drawn(learn) - 1
-    position = learn.parts.positions.position
-    pause = make_pause(learn, call, 'batch', is_intact=False)
-    pause.last_batch = None
-    saved = pause.state['position']
-    if saved is None or position is None:
-        return pause
-    start = saved['start']
-    if not pause.n_drawn and start is not None:  # begin the pass again
-        pause.state['rng'] = {**pause.state['rng'], **start.get('rng', {})}
-        pause.state['position'] = {**saved, 'start': None, 'now': start}
-    elif pause.n_drawn and position.before_draw is not None:
-        pause.state['rng'] = {**pause.state['rng'], **position.before_draw}
-    elif position.draws or position.draws is None:
-        pause.caveat = 'the batch that was being drawn has moved random generators'
-    return pause
-
-
-def _make_pause_in_evaluation(learn: Learner, call: FitCall, event: str) -> Pause | None:
-    "Return the pause behind the training of an epoch, whose evaluation begins again."
-    positions = learn.parts.positions
-    if learn.run.depth > 1 or positions.left is not None:
-        return None  # an evaluation within a training batch, which was cut
-    evaluated = learn.parts.evaluations.evaluated
-    for name in [name for name, time in evaluated.items() if time.ba == learn.time.ba]:
-        del evaluated[name]
-    pct_train = learn.pct_train
-    learn.phase = learn.dl_name = 'train'
-    learn.dl = learn.dls.train
-    learn.iter = positions.n_drawn - 1
-    learn.n_iter = epoch_length(learn, learn.dl)[0]
-    learn.parts.modes.train(learn)
-    learn.pct_train = pct_train
-    pause = make_pause(learn, call, 'batch')
-    pause.last_batch = None
-    pause.is_trained = event not in ('after_train', 'after_cancel_train')
-    if not pause.is_trained:
-        pause.caveat = 'the handlers of `after_train` run again'
-    elif any(keeps_attributes(cb) for cb in learn.cbs):
-        pause.caveat = 'callbacks have seen a part of the evaluation, which begins again'
-    return pause
-
-
-def _make_pause_in_batch(learn: Learner, call: FitCall, event: str) -> Pause | None:
-    "Return the pause before a batch that has failed, or behind it if the optimizer has stepped."
-    if event in (*_BEHIND_STEP, *_BEHIND_BATCH):
-        if event in _BEHIND_STEP:
-            learn.parts.callbacks.call_one(learn.train_eval, 'after_batch')
-        learn.opt.zero_grad()
-        pause = make_pause(learn, call, 'batch')
-        if event != 'batch_checkpoint':
-            pause.caveat = 'the rest of the failed batch is left out: its later handlers and events'
-        return pause
-    has_forward = event not in _BEFORE_FORWARD
-    if has_forward and not learn.parts.callbacks.is_step_due():
-        return None  # gradients of earlier batches are mixed with those of this one
-    if event in ('before_step', 'after_backward', '') and learn.parts.callbacks.has_handler(
-        'will_step'
-    ):
-        return None
-    batch = learn.batch
-    if has_forward:
-        learn.opt.zero_grad()
-    learn.iter -= 1
-    pause = make_pause(learn, call, 'batch')
-    rest = pause.open_pass.batches
-    if rest is None:
-        return None
-    pause.open_pass.batches = chain([batch], rest)
-    pause.last_batch = None
-    if has_forward:
-        pause.caveat = (
-            'the batch is repeated with buffers and random generators as it has left them'
-        )
-    return pause
+        return gather_full_state(collect_state(learn, point))
+    except Exception as e:
+        raise NotPaused(f'its state cannot be kept, {type(e).__name__}: {e}') from e
 
 
 def make_pause(
     learn: Learner,
     call: FitCall,
-    point: str,  # 'batch' or 'epoch', as in `SAVE_POINTS`
+    point: str,  # 'batch', 'epoch' or 'iteration', as in `SAVE_POINTS`; '': before the first epoch
     is_intact: bool = True,  # False if the iterator of the pass may have failed
 ) -> Pause:
-    "Return the pause of a fit that has just left the loop at a point where it can continue."
-    state = gather_full_state(collect_state(learn, point))
+    """Return the pause of a fit that has just left the loop at a point where it can continue.
+
+    Raises `NotPaused` if a state cannot be collected, or memory is too small for its copy."""
+    state = _capture(learn, point)
     trained = {name: state.pop(name) for name in TRAINED}
     state.pop('grads')
+    try:
+        return _copy_state(learn, call, point, state, trained, is_intact)
+    except (RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and not is_out_of_memory(e):
+            raise
+        raise NotPaused('the memory is too small for a copy of its state') from e
+
+
+def _copy_state(
+    learn: Learner,
+    call: FitCall,
+    point: str,
+    state: dict[str, Any],  # of a checkpoint, without weights, optimizer and gradients
+    trained: dict[str, Any],  # states of model, loss function and optimizer
+    is_intact: bool,
+) -> Pause:
     params = {name for name, _ in bare_model(learn.model).named_parameters()}
     buffers = {k: v for k, v in trained['model'].items() if k not in params}
     grads = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
@@ -342,6 +226,7 @@ def make_pause(
         attributes=_list_attributes(learn),
         last_batch=learn.batch,
         info=_describe_run(learn),
+        loader=list_data(learn),
     )
 
 
@@ -378,7 +263,9 @@ def _take_pass(learn: Learner, point: str, is_intact: bool) -> OpenPass:
     positions = learn.parts.positions
     dl = learn.dls.train
     batches = positions.left if point == 'batch' and is_intact else None
-    return OpenPass(dl, batches, positions.position, positions.stream, mark_loader(dl))
+    iterator = positions.iterator if batches is not None else None
+    mark = mark_loader(dl)
+    return OpenPass(dl, batches, positions.position, positions.stream, mark, iterator)
 
 
 def mark_loader(dl: Any) -> dict[str, Any]:
@@ -398,10 +285,33 @@ def is_untouched(open_pass: OpenPass) -> bool:
     dl = open_pass.dl
     if type(dl) in (list, tuple) or isinstance(dl, (TensorLoader, Iterator)):
         return True
+    if not workers_live(open_pass.iterator):
+        return False
     now = mark_loader(dl)
     if type(dl) is DataLoader or 'loader' not in now:
         return bool(now.get('sent') == open_pass.mark.get('sent'))
     return are_equal(now, open_pass.mark)
+
+
+def list_caveats(learn: Learner, pause: Pause) -> list[str]:
+    "Return what is not exact if a paused fit continues."
+    found = [pause.caveat] if pause.caveat else []
+    dl = pause.open_pass.dl
+    if dl is not learn.dls.train:
+        return found
+    if isinstance(dl, Iterator):
+        return [
+            *found,
+            'batches that were read meanwhile from the loader, an iterator, are missing',
+        ]
+    before, now = pause.loader, list_data(learn)
+    unread = [name for name, (mark, _) in now.items() if mark == UNREADABLE]
+    changed = [name for name in now if now[name][0] != before.get(name, (None, ''))[0]]
+    if changed:
+        found.append(f'{", ".join(changed)} was changed meanwhile')
+    if unread:
+        found.append(f'{", ".join(unread)} cannot be compared, if the loader was read meanwhile')
+    return found
 
 
 def read_settings(learn: Learner, call: FitCall) -> Settings:
@@ -445,8 +355,11 @@ def read_options(learn: Learner) -> list[dict[str, Any]]:
 # -- continuing ---------------------------------------------------------------------------------------
 
 
-def make_state(learn: Learner, pause: Pause) -> PausedState:
-    "Return the state from which `fit` continues a pause."
+def make_state(learn: Learner, pause: Pause) -> PausedState | None:
+    "Return the state from which `fit` continues a pause; None if the fit begins again, with its generators."
+    if pause.point == 'start':
+        restore_rng(pause.state['rng'])
+        return None
     info = dict(pause.info)
     state = PausedState(dict(pause.state), restore, info=info, pause=pause, begin=begin)
     own_pass = pause.open_pass
@@ -454,10 +367,15 @@ def make_state(learn: Learner, pause: Pause) -> PausedState:
     if pause.point == 'batch' and own_pass.batches is None:
         is_kept = pause.is_trained
     if is_kept:
-        batches = pause.list_rest() if pause.point == 'batch' else None
+        batches = (
+            pause.list_rest() if pause.point == 'batch' and own_pass.batches is not None else None
+        )
         if pause.is_trained:
             batches = iter(())
-        state.open_pass = OpenPass(own_pass.dl, batches, own_pass.position, own_pass.stream)
+        position, stream = own_pass.position, own_pass.stream
+        state.open_pass = OpenPass(
+            own_pass.dl, batches, position, stream, iterator=own_pass.iterator
+        )
     return state
 
 
@@ -466,9 +384,9 @@ def begin(learn: Learner, r: PausedState) -> None:
     pause = r.pause
     learn.run.resuming = r
     r.state = {**r.state, **_collect_weights(learn, pause)}
-    if r.open_pass is None:
+    if r.open_pass is None and learn.dls.train is not pause.open_pass.dl:
         fit_position(learn, r)
-    elif pause.point == 'batch':
+    elif r.open_pass is not None and pause.point == 'batch':
         restore_loader_state(unshard(r.open_pass.dl), pause.open_pass.mark)
     learn.resumed = True
     if r.point == 'batch':
@@ -493,8 +411,11 @@ def _collect_weights(learn: Learner, pause: Pause) -> dict[str, Any]:
 
 def restore(learn: Learner, r: Any) -> None:
     "Restore a pause; callbacks may have been added or removed."
+    request = learn.run.request
+    request.restored = r.pause
     for cb, owned in r.pause.attributes:
         if cb in learn.parts.callbacks:
             vars(cb).update(owned)
     r.info = {**r.info, 'callback_names': callback_names(learn)}
     restore_state(learn, r)
+    request.restored = None

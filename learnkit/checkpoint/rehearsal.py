@@ -93,6 +93,11 @@ def take_inventory(learn: Learner) -> Inventory:
     return found
 
 
+def list_data(learn: Learner) -> Inventory:
+    "Return a fingerprint of each attribute of the training loader and its parts that no checkpoint holds."
+    return _list_data(learn.dls.train, _find_held(learn))
+
+
 def find_rank_states(learn: Learner) -> list[str]:
     "Return a line for each extra state of the model that differs by rank: a checkpoint has the first rank's."
     if learn.world.size == 1:

@@ -306,9 +306,11 @@ class LoaderPosition:
                 yield islice(batches, 1)
             if self.draws is None:
                 before = _capture_generators(self.dl)
+                self.before_draw = before[GLOBAL]
                 batch = next(batches, _END)
                 if batch is _END:
                     return
+                self.before_draw = None
                 now = _capture_generators(self.dl)
                 self.draws = [k for k in now if not are_equal(now[k], before.get(k, now[k]))]
                 self._before_last = before[GLOBAL] if GLOBAL in self.draws else None

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from learnkit.core.batch import map_tensors, tensors_in
 from learnkit.core.device import has_streams, records_streams
 from learnkit.data.dataloaders import TensorLoader
+from learnkit.data.workers import starting_workers
 
 _END = object()  # marks the end of a loader, as the default of `next`
 
@@ -31,7 +32,8 @@ def read_ahead(
     >>> list(read_ahead([1, 2], torch.device('cpu')))
     [1, 2]
     """
-    batches = iter(dl) if begin is None else begin()
+    with starting_workers(dl):
+        batches = iter(dl) if begin is None else begin()
     is_resumable = begin is not None
     if not (has_streams(device) and records_streams(device)):
         return batches

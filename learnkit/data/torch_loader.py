@@ -137,6 +137,11 @@ def end_workers(batches: Any) -> None:
         worker.terminate()
 
 
+def workers_live(batches: Any) -> bool:
+    "Return False if a worker process of a pass has ended, as by a signal."
+    return all(worker.is_alive() for worker in getattr(batches, '_workers', ()))
+
+
 def drop_started_pass(dl: Any) -> None:
     """Make the next pass over accelerate's wrapper of a StatefulDataLoader start when it is iterated.
 

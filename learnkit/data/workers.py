@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes of loaders that survive a SIGTERM sent to the whole group of processes."""
+"""Worker processes of loaders that survive a SIGTERM or a Ctrl-C sent to the whole group of processes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from multiprocessing import context, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,28 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.shard import Shard
 
 _KINDS: dict[Any, type[Lasting]] = {}  # process class -> its replacement
+
+
+@contextmanager
+def starting_workers(
+    dl: Any,  # the loader whose pass begins in the context
+) -> Iterator[None]:
+    """Block Ctrl-C within a context, so that workers that start there never receive it.
+
+    A terminal sends Ctrl-C to them too, and a fit that is interrupted needs their batches later. This process receives
+    the signal at the end of the context. A worker of a fork server that was already running is not protected.
+    """
+    if not getattr(dl, 'num_workers', 0) or not hasattr(signal, 'pthread_sigmask'):
+        yield
+        return
+    ctx = getattr(dl, 'multiprocessing_context', None) or get_context()
+    if ctx.get_start_method() != 'fork':
+        resource_tracker.ensure_running()  # starting the tracker later would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def outlast_sigterm(

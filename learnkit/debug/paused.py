@@ -105,6 +105,7 @@ class Paused:
             )
         pause, learn = self._pause, self.learn
         state = make_state(learn, pause)
+        assert state is not None  # there is a batch
         own = pause.open_pass
         # twice, because the look ends before the batch behind it
         batches = iter([batch, batch])

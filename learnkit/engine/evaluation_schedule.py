@@ -31,6 +31,7 @@ class EvaluationSchedule:
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
         self.fit_began = Timestamp()
         self.running = False  # True from before_eval to after_eval
+        self.is_at_end = False  # True from the end of an epoch's training to the next epoch
 
     @contextmanager
     def opened(self, learn: Learner) -> Iterator[None]:
@@ -74,6 +75,7 @@ class EvaluationSchedule:
 
         At the end of the last epoch, every loader is due that was not evaluated with the final weights.
         """
+        self.is_at_end = self.is_at_end or at_epoch_end
         loaders = evaluation_loaders(learn.dls)
         if not loaders:
             return []

@@ -2,34 +2,41 @@
 """Pauses of a fit: how one is requested, at which points the fit leaves the loop, and how it continues there.
 
 A request changes nothing that the loop calls in a batch: it ends the numbers of the batches, which the source of the
-fit gives to the loop (`engine/positions.py`). `checkpoint/pause.py` keeps what the fit needs to continue."""
+fit gives to the loop (`engine/positions.py`). `checkpoint/pause.py` keeps what the fit needs to continue.
+
+An error has no request. `Failure` is what its handler's event says of the place; the rest is the state of the source
+and of the optimizer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from multiprocessing import current_process
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from fastcore.basics import noop
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
-from learnkit.core.errors import FitError, TimeError
+from learnkit.core.errors import FitError, TimeError, list_places
+from learnkit.core.random import capture_rng
 from learnkit.core.time import Time, as_time
+from learnkit.data.position import describe_drawn
 from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import contains_object, list_running
 from learnkit.engine.resumed_run import ResumedRun, ResumeState
 
 if TYPE_CHECKING:
+    from learnkit.core.random import RNGState
     from learnkit.engine.positions import TrainingPositions
     from learnkit.learner import Learner
 
-_LOOP = 'learnkit.engine.loop'
-# methods of the loop in which Ctrl-C interrupts at once, although a pass over the training data is open
-_INTERRUPTED_AT_ONCE = ('draw_batches', 'do_evaluation')
+# events between two batches, in which Ctrl-C interrupts at once, although a pass over the training data is open
+_BETWEEN_BATCHES = ('before_draw', 'after_draw')
 
 
 class FitPaused(Exception):
@@ -75,6 +82,12 @@ class PauseRequest:
     def __init__(self, learn: Learner | None = None) -> None:
         self.learn = learn
         self.is_interrupt = False  # whether Ctrl-C has made the request
+        self.restored: Any = None  # `Pause` that is being restored
+        self.failure: Failure | None = None  # the last handler that has raised
+        # random generators at the start of the fit, and then of the epoch
+        self.rng: RNGState = {} if learn is None else capture_rng()
+        self.has_epoch = False  # True from the first epoch on
+        self.n_epochs = 0  # number of epochs that had finished over all fits when the epoch began
         self._flags = [None]  # two elements after a request
         self._pid = os.getpid()
         # number of the first batch of the pass, and of the batches that were trained before it
@@ -95,8 +108,15 @@ class PauseRequest:
         return self._start is not None
 
     def begin_epoch(self) -> None:
-        "Note that an epoch begins."
+        "Note that an epoch begins, with the random generators from before its first event."
         self._start = None
+        self.has_epoch = True
+        if self.learn is None:
+            return
+        self.n_epochs = self.learn.parts.counters.epochs
+        self.learn.parts.evaluations.is_at_end = False
+        if self.learn.epoch:
+            self.rng = capture_rng()
 
     def count_drawn(self, learn: Learner) -> int:
         "Return the number of batches of this epoch that were trained."
@@ -121,6 +141,19 @@ class PauseRequest:
         if self.is_made:
             raise FitPaused(point)
 
+    # -- errors ------------------------------------------------------------------------------------
+
+    def note_failure(self, learn: Learner, place: str, cb: Any, event: str) -> None:
+        "Note the handler that has raised an exception; that of the outermost event is noted last."
+        if learn.run.depth == 1:
+            self.failure = Failure(place, event, cb, learn.parts.evaluations.running)
+
+    def find_failure(self, error: BaseException) -> Failure | None:
+        "Return the handler that has raised this exception; None if something else has."
+        failure = self.failure
+        places = list_places(error)
+        return failure if failure is not None and places[-1:] == (failure.place,) else None
+
     # -- Ctrl-C ------------------------------------------------------------------------------------
 
     def receive_interrupt(self, signum: int, frame: FrameType | None) -> None:
@@ -129,25 +162,32 @@ class PauseRequest:
             # Ctrl-C in a terminal reaches the workers of loaders too, whose batches are still needed
             if not _is_loader_worker():
                 raise KeyboardInterrupt
-        elif self.is_interrupt or not self._is_within_batch(frame):
+        elif self.is_interrupt or not self._is_within_batch():
             raise KeyboardInterrupt
         else:
             self.is_interrupt = True
             self.make()
 
-    def _is_within_batch(self, frame: FrameType | None) -> bool:
+    def _is_within_batch(self) -> bool:
         "Return True from `before_batch` to `batch_checkpoint` of a training batch, but not in an evaluation."
         learn = self.learn
         if learn is None or learn.world.size > 1 or learn.run.depth != 1:
             return False
-        if not learn.parts.positions.is_open:
+        positions = learn.parts.positions
+        if not positions.is_open or positions.is_drawing or learn.parts.evaluations.running:
             return False
-        while frame is not None:
-            code, module = frame.f_code, frame.f_globals.get('__name__')
-            if module == _LOOP and code.co_name in _INTERRUPTED_AT_ONCE:
-                return False
-            frame = frame.f_back
-        return True
+        running = list_running(learn)
+        return not running or running[-1][1] not in _BETWEEN_BATCHES
+
+
+@dataclass
+class Failure:
+    "Handler of a fit's outermost event that has raised an exception."
+
+    place: str  # as recorded in the exception, to which nothing refers from here
+    event: str
+    cb: Any  # callback of the handler
+    in_evaluation: bool
 
 
 def _is_loader_worker() -> bool:
@@ -219,15 +259,51 @@ def parse_pause(
 # -- the open pass over the training data -------------------------------------------------------------
 
 
-@dataclass
 class OpenPass:
-    "Pass over the training loader that a fit has left, to be continued by the same iterator."
+    """Pass over the training loader that a fit has left, to be continued by the same iterator.
 
-    dl: Any
-    batches: Iterator[Any] | None  # None: between two epochs, or the iterator has failed
-    position: Any  # `LoaderPosition` of the pass, or of the last one
-    stream: Any  # pass that all epochs share
-    mark: Any = field(default=None, repr=False)  # state of the loader, to find out if it was used
+    Only this object keeps the iterator alive, by a finalizer. The garbage collector, which finds a Learner that was
+    dropped, ends the queues of the workers in any order, and torch would wait 5 s for each worker.
+    """
+
+    def __init__(
+        self,
+        dl: Any,
+        batches: Iterator[Any] | None,  # None: between two epochs, or the iterator has failed
+        position: Any,  # `LoaderPosition` of the pass, or of the last one
+        stream: Any,  # pass that all epochs share
+        mark: Any = None,  # state of the loader, to find out if it was used
+        iterator: Any = None,  # iterator of the loader that gives the batches
+    ) -> None:
+        self.dl = dl
+        self.position = position
+        self.stream = stream
+        self.mark = mark
+        self._keep(iterator, batches)
+
+    def _keep(self, iterator: Any, batches: Any) -> None:
+        self._kept = finalize(self, noop, iterator, batches)
+        self._kept.atexit = False
+
+    @property
+    def batches(self) -> Iterator[Any] | None:
+        "Batches that remain."
+        return self._find_kept()[1]
+
+    @property
+    def iterator(self) -> Iterator[Any] | None:
+        "Iterator that the fit has left."
+        return self._find_kept()[0]
+
+    def _find_kept(self) -> tuple[Any, Any]:
+        kept = self._kept.peek()
+        return (None, None) if kept is None else kept[2]
+
+    def prepend(self, batch: Any) -> None:
+        "Give a batch before those that remain."
+        iterator, batches = self._find_kept()
+        self._kept.detach()
+        self._keep(iterator, chain([batch], batches))
 
 
 @dataclass
@@ -243,8 +319,6 @@ class PausedState(ResumeState):
     @override
     def make_source(self, positions: TrainingPositions) -> ResumedRun:
         "Return the epochs and batches that remain."
-        if self.open_pass is None:
-            return super().make_source(positions)
         return PausedRun(positions, self, self.open_pass)
 
 
@@ -259,7 +333,7 @@ class PausedRun(ResumedRun):
     resume: PausedState
 
     def __init__(
-        self, positions: TrainingPositions, resume: PausedState, open_pass: OpenPass
+        self, positions: TrainingPositions, resume: PausedState, open_pass: OpenPass | None
     ) -> None:
         super().__init__(positions, resume)
         self.open_pass = open_pass
@@ -268,7 +342,8 @@ class PausedRun(ResumedRun):
     @override
     def _select_loader(self, learn: Learner) -> None:
         "Set the loader of the rest of the epoch: that of the open pass, also if the fit has another one now."
-        learn.dl = self.open_pass.dl
+        if self.open_pass is not None:
+            learn.dl = self.open_pass.dl
 
     @override
     def epochs(self, learn: Learner, first: int = 0) -> Iterator[int]:
@@ -281,23 +356,65 @@ class PausedRun(ResumedRun):
 
     @override
     def _open_pass(self, learn: Learner) -> Iterator[Any]:
-        "Return the batches that remain of the open pass."
-        self._take_position()
-        if self.resume.pause.is_trained:
-            # the handlers have run; the next epoch collects them again
-            table = learn.parts.callbacks.tables[True]
-            for event in ('before_draw', 'after_train'):
-                table[event] = table[event][:0]
-            self._has_left_out = True
-        assert self.open_pass.batches is not None
-        return self.positions.continue_pass(self.open_pass.batches)
+        "Return the batches that remain of the open pass, after the rest of a batch that has failed."
+        batches = self._open_again(learn) if self.open_pass is None else self._continue_pass()
+        pause = self.resume.pause
+        if pause.is_trained:
+            self._leave_out(learn, {'before_draw': None, **pause.handled})
+        elif pause.handled:
+            vars(learn).update(pause.batch_fields)
+            self._finish_events(learn)
+        return batches
+
+    def _open_again(self, learn: Learner) -> Iterator[Any]:
+        "Return the batches that remain of a new pass, which is found by its position."
+        position = self.resume.state['position']
+        dl = learn.dls.train
+        if position is not None and dl is self.resume.pause.open_pass.dl:
+            # the loader itself may have another length by now than at the start of the fit
+            position = {**position, 'loader': describe_drawn(dl)}
+            self.resume.state = {**self.resume.state, 'position': position}
+        return super()._open_pass(learn)
+
+    def _continue_pass(self) -> Iterator[Any]:
+        own_pass = self.open_pass
+        assert own_pass is not None and own_pass.batches is not None
+        self._take_position(own_pass)
+        return self.positions.continue_pass(own_pass.batches, own_pass.iterator)
 
     @override
     def _restore_between_epochs(self, learn: Learner) -> None:
-        "Restore the position in the data after an epoch."
-        self._take_position()
+        "Restore the position in the data after an epoch, and run the rest of the events at its end."
+        assert self.open_pass is not None
+        self._take_position(self.open_pass)
+        handled = self.resume.pause.handled
+        if 'after_fit' in handled:
+            self._leave_out(learn, handled)
+        elif handled:
+            self._finish_events(learn)
+            learn.run.request.leave_if_made('epoch')
 
-    def _take_position(self) -> None:
-        self.positions.position = self.open_pass.position
-        self.positions.stream = self.open_pass.stream
+    def _finish_events(self, learn: Learner) -> None:
+        "Fire the events that an error has cut, for the handlers that had not finished."
+        handled = self.resume.pause.handled
+        self._leave_out(learn, handled)
+        for event in handled:
+            learn(event)
+        learn.parts.callbacks.refresh()
+        self._has_left_out = False
+
+    def _leave_out(self, learn: Learner, handled: Mapping[str, list[Any] | None]) -> None:
+        "Leave out the handlers of events that have run; None: all. The next epoch collects them again."
+        for table in learn.parts.callbacks.tables:
+            for event, cbs in handled.items():
+                table[event] = [
+                    entry
+                    for entry in table[event]
+                    if cbs is not None and not contains_object(cbs, entry[2])
+                ]
+        self._has_left_out = True
+
+    def _take_position(self, open_pass: OpenPass) -> None:
+        self.positions.position = open_pass.position
+        self.positions.stream = open_pass.stream
         self.positions.rest = None

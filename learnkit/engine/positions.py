@@ -68,11 +68,14 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
     If the loader fails, its workers are ended.
     """
     positions = learn.parts.positions
-    is_held = learn.training and learn.fitting and needs_digest(learn.dl)
+    counters = learn.parts.counters
+    is_trained = learn.training and learn.fitting
+    is_held = is_trained and needs_digest(learn.dl)
     learn.parts.advice.is_watching = True
     is_known = False  # whether it is decided how samples are counted
     square = 0
     try:
+        positions.is_drawing = is_trained
         for batch in batches:
             if not is_known:
                 check_first_batch(learn, batch)
@@ -80,7 +83,12 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
                 is_known = not square
             if is_held:
                 positions.last = hold_batch(batch)
+            if is_trained:
+                positions.is_drawing = False
+                positions.n_trained = counters.batches
+                positions.n_steps = learn.opt.n_steps
             yield batch
+            positions.is_drawing = is_trained
     except Exception as e:
         add_place(e, f'{learn.phase} ({format_place(learn)})')
         end_workers(batches)
@@ -145,7 +153,13 @@ class TrainingPositions(Source):
             None  # the last batch of the open pass as its loader gave it; None: not needed
         )
         self._current: Iterator[Any] | None = None  # batches of the open pass
+        self.iterator: Any = None  # the loader's iterator that gives them
         self.left: Iterator[Any] | None = None  # batches of a pass that an exception has left
+        self.is_drawing = False  # True while the next batch of the open pass is awaited
+        self.was_drawing = False  # the same when an exception has left the pass
+        self.is_ending = False  # True while the end of a pass is recorded
+        # numbers of batches and steps over all fits when the last batch was drawn
+        self.n_trained = self.n_steps = 0
         # folder of the run to which `rewind` has moved the Learner
         self.rewound: Path | None = None
 
@@ -160,7 +174,9 @@ class TrainingPositions(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
-        open_pass = dict.fromkeys(('position', 'stream', 'rest', 'last', '_current', 'left'))
+        open_pass = dict.fromkeys(
+            ('position', 'stream', 'rest', 'last', '_current', 'iterator', 'left')
+        )
         return {**self.__dict__, **open_pass}
 
     @override
@@ -216,40 +232,46 @@ class TrainingPositions(Source):
     @override
     def end(self, learn: Learner) -> None:
         "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
+        if not (learn.training and learn.fitting):
+            return  # of an evaluation, possibly within a batch of the open pass
         batches = self._current
+        self.is_ending = True
+        self.n_drawn = learn.iter + 1
         self._current = None
+        self.was_drawing = self.is_drawing
+        self.is_drawing = False
         # a pass that an exception has left may be continued
         self.left = None if sys.exception() is None else batches
         if self.left is None:
-            self.last = None
-        if learn.training:
-            stopping = learn.run.stopping
-            self.n_drawn = learn.iter + 1
-            self.is_cut = stopping and self.n_drawn != learn.n_iter
-            self.rest = batches if stopping and learn.n_epoch is None else None
-            if learn.fitting:
-                warn_of_late_params(learn)
+            self.last = self.iterator = None
+        stopping = learn.run.stopping
+        self.is_cut = stopping and self.n_drawn != learn.n_iter
+        self.rest = batches if stopping and learn.n_epoch is None else None
+        warn_of_late_params(learn)
+        self.is_ending = False
 
     def close(self) -> None:
         "Release the position of the last pass, unless a budget has cut the pass."
-        self.is_cut = False
-        self.last = self.left = None
+        self.is_cut = self.is_ending = False
+        self.last = self.left = self.iterator = None
         if self.rest is None:
             self.position = None
 
     def forget(self) -> None:
         "Release all iterators, which an error may have ended."
-        self.stream = self.rest = self.position = self.last = self._current = self.left = None
+        self.stream = self.rest = self.position = None
+        self.last = self._current = self.left = self.iterator = None
 
     @property
     def is_open(self) -> bool:
         "True while a pass over the training data is open."
         return self._current is not None
 
-    def continue_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def continue_pass(self, batches: Iterator[Any], iterator: Any) -> Iterator[Any]:
         "Return the batches of a pass that a fit has left, as the open pass."
         self.rest = None
         self._current = batches
+        self.iterator = iterator
         return batches
 
     def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
@@ -261,13 +283,13 @@ class TrainingPositions(Source):
             if self.stream is None or self.stream.dl is not dl:
                 self.stream = Stream(dl)
             self.stream.device = device
-            self._current = self.stream
+            self._current = self.iterator = self.stream
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
             self.position.number = learn.parts.counters.epochs  # of all fits
         begin = self.position.begin
-        self._current = read_ahead(dl, device, begin)
+        self._current = self.iterator = read_ahead(dl, device, begin)
         return self._current
 
     def _next_position(self, dl: Any) -> LoaderPosition:

@@ -69,6 +69,8 @@ class Run:
     request: Any = field(default=None, repr=False, compare=False)
     # `Pause` of the last fit, which `resume` continues
     pause: Any = field(default=None, repr=False, compare=False)
+    # why `resume` cannot continue the last fit, which was interrupted; '': it was not
+    not_paused: str = field(default='', repr=False, compare=False)
     # what follows the next fit, if it is not the last one of the method that was called
     then: Callable[..., None] | None = field(default=None, repr=False, compare=False)
     # one run at a time
@@ -266,6 +268,8 @@ def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) 
     where = f'{type(cb).__name__}.{event_name} ({format_place(learn)}{evaluation})'
     if not isinstance(e, CancelException):
         add_place(e, where)
+        if learn.run.request is not None:
+            learn.run.request.note_failure(learn, where, cb, event_name)
     elif not is_open(learn, e.level):
         raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
 

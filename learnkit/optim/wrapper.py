@@ -108,6 +108,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.n_steps = 0
         # steps that each of several optimizers took alone, by name
         self._n_steps_alone: dict[str, int] = {}
+        self.was_cut = False  # whether an exception has ended a step of this fit
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # the slots of each group of the splitter, one for each of its parts
@@ -235,13 +236,18 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Raises `OptimizerError` for an unknown optimizer.
         """
-        for o in self._select(only):
-            if o not in self._closures:
-                res = unannotated_step(o)
-                continue
-            if isinstance(closure, Closure):
-                closure.begin(o)
-            res = o.step(closure)
+        selected = self._select(only)
+        try:
+            for o in selected:
+                if o not in self._closures:
+                    res = unannotated_step(o)
+                    continue
+                if isinstance(closure, Closure):
+                    closure.begin(o)
+                res = o.step(closure)
+        except BaseException:
+            self.was_cut = True
+            raise
         drop_casts()
         self.n_steps += 1
         if only is not None:

@@ -324,8 +324,9 @@ def test_a_stopped_epoch_closes_its_iterator() -> None:
 
 
 @pytest.mark.parametrize('error', [OSError('disk'), KeyboardInterrupt()], ids=['error', 'ctrl-c'])
-def test_the_iterator_of_a_failed_batch_is_kept_until_close(
-    error: BaseException,
+@pytest.mark.parametrize('is_closed', [False, True], ids=['fit', 'close'])
+def test_the_iterator_of_a_failed_batch_is_kept_until_the_next_fit_or_close(
+    error: BaseException, is_closed: bool
 ) -> None:
     def fail(cb: Any) -> None:
         if cb.train_iter == 2:
@@ -337,5 +338,26 @@ def test_the_iterator_of_a_failed_batch_is_kept_until_close(
     with learn.no_bar(), pytest.raises(type(error)):
         learn.fit(1, cbs=watch)
     assert seen == [0] and learn.paused is not None
-    learn.close()
-    assert loader.closed == 1
+    if is_closed:
+        learn.close()
+        assert loader.closed == 1
+        return
+    learn.remove_cb(watch)
+    with learn.no_bar():
+        learn.fit(1, cbs=Callback(before_fit=lambda cb: seen.append(loader.closed)))
+    assert seen == [0, 1]
+
+
+def test_the_iterator_of_a_failed_batch_ends_before_the_learner_that_is_dropped() -> None:
+    """A finalizer alone keeps it: in the garbage collection of a Learner, which is a cycle of references, queues of
+    workers end in any order, and torch waits 5 s for each worker."""
+
+    def fail(cb: Any) -> None:
+        raise OSError('disk')
+
+    learn = Learner(DataLoaders(Closing(), device='cpu'), Watched(), squares)
+    with learn.no_bar(), pytest.raises(OSError, match='disk'):
+        learn.fit(1, cbs=Callback(after_batch=fail))
+    open_pass = learn.run.pause.open_pass
+    assert open_pass.iterator is not None
+    assert not any(open_pass.iterator in gc.get_referents(o) for o in (open_pass, vars(open_pass)))

@@ -139,6 +139,7 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
     start_again(learn)
     n = len(learn.history)
     learn.fit(N_EPOCH)
+    assert learn.run.pause is None  # the next fit has released what the failed one kept
     assert digest(learn) == fresh()['digest']
     assert rows(learn)[n:] == fresh()['rows']
     expected = fresh()['counters']
@@ -177,7 +178,7 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
 def reachable_tensors(learn: Learner) -> Iterator[str]:
     """Return the paths of all tensors that the Learner keeps alive, except model, data and optimizer.
 
-    The pause of a fit that failed is left out, which the next fit releases."""
+    The pause of a fit that failed is left out: `learn.resume()` needs its batch, and the next fit releases it."""
     kept = (learn, learn.model, learn.dls, learn.opt, learn.run.pause)
     apart = {id(o) for o in (*kept, *learn.model.parameters())}
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]

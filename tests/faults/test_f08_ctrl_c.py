@@ -1,9 +1,13 @@
 """Row 8: Ctrl-C at every event, at instants of all kinds, and a second one that aborts the cleanup.
 
-In a training batch the first one arrives behind `batch_checkpoint`, a second one at once."""
+In a training batch the first one arrives behind `batch_checkpoint`, a second one at once. Workers of loaders, to which
+a terminal sends it too, live through it."""
 
+import os
 import signal
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,14 +20,19 @@ from tests.faults.fault_helpers import (
     N_EPOCH,
     At,
     Watch,
+    digest,
     fits_like_fresh,
     is_clean,
     make_learner,
     notes,
+    others_in_full,
     raised_by,
+    rows,
+    seed_torch,
     start_again,
     trigger,
 )
+from tests.faults.run_helpers import in_child, quiet, torch_dls
 from tests.helpers.interrupting import Interrupter, interrupting, pythons_own_handlers  # noqa: F401
 
 
@@ -83,6 +92,44 @@ def test_the_first_one_in_a_batch_ends_the_fit_behind_it(event: str) -> None:
     assert learn.paused is not None and learn.paused.time.ba == learn.time.ba
     is_clean(learn)
     fits_like_fresh(learn, [bad, last, watch, *trigger(event)])
+
+
+def press_in_group(cb: Any) -> None:
+    "Send a real SIGINT to this process and the workers of its loaders, as a terminal does."
+    os.killpg(0, signal.SIGINT)
+
+
+def train_with_workers(event: str, is_pressed: bool, persistent: bool) -> list[Any]:
+    "Train in a process group, and continue in memory after Ctrl-C in the second batch."
+    learn = quiet(make_learner(dls=torch_dls(2, persistent_workers=persistent)))
+    bad = At(event, press_in_group, nth=2)
+    if is_pressed:
+        learn.add_cb(bad)
+    seed_torch(5)
+    stopped = []
+    try:
+        learn.fit(2)
+    except KeyboardInterrupt as e:
+        stopped = [str(e)]
+        learn.remove_cb(bad)
+        learn.validate()
+        learn.resume()
+    result = [len(stopped), digest(learn), rows(learn)]
+    learn.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ('event', 'persistent'),
+    others_in_full(
+        product([e for e in IN_BATCH if not e.startswith('after_cancel_')], [False, True]),
+        lambda event, persistent: event == 'after_loss',
+    ),
+)
+def test_workers_live_through_it(event: str, persistent: bool) -> None:
+    expected = in_child(partial(train_with_workers, event, False, persistent))
+    found = in_child(partial(train_with_workers, event, True, persistent))
+    assert (expected[0], found[0]) == (0, 1) and found[1:] == expected[1:]
 
 
 @pytest.mark.parametrize('event', [*FIT_EVENTS, *CANCEL_EVENTS])
