@@ -6,7 +6,7 @@ validation batches in the task, a library's usual defaults are on; without, ever
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ def ignite(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(task.valid))
         ProgressBar().attach(trainer, output_transform=lambda loss: {'loss': loss})
     return lambda n_epoch: trainer.run(task.train, max_epochs=n_epoch)
+
+
+class Batches:
+    "Loader of a list of batches: Lightning takes a list for several loaders."
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
@@ -72,7 +85,8 @@ def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
             enable_model_summary=shown,
             num_sanity_val_steps=0,
         )
-        trainer.fit(module, task.train, task.valid or None)
+        valid = Batches(task.valid) if task.valid else None
+        trainer.fit(module, Batches(task.train), valid)
 
     return fit
 

@@ -1,7 +1,9 @@
 """Subjects of a real training: bf16 autocast, clipping, AdamW, one cycle of the rate, an average of the weights.
 
-All train with the same features: by hand, by hand with torch.compile, with learnkit and with fastai."""
+All train with the same features: by hand, by hand with torch.compile, with learnkit, and with other libraries as
+their documentation recommends."""
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -175,6 +177,77 @@ def fastai(task: Task) -> Fit:
     return fit
 
 
+def ignite(task: Task) -> Fit:
+    "Build Ignite's `Engine` around a step written by hand, since its own mixed precision needs a GPU."
+    from ignite.engine import Engine, Events
+    from ignite.handlers import EMAHandler
+    from ignite.handlers.param_scheduler import LRScheduler
+
+    model = task.model
+    opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step(engine: Any, batch: Batch) -> Tensor:
+        model.train()
+        xb, yb = batch
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            loss = task.loss_func(model(xb), yb)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    def fit(n_epoch: int) -> None:
+        steps = n_epoch * len(task.train) + 1
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, LR, total_steps=steps)
+        trainer = Engine(step)
+        trainer.add_event_handler(Events.ITERATION_STARTED, LRScheduler(schedule))
+        EMAHandler(model, momentum=1 - DECAY).attach(trainer)
+        trainer.run(task.train, max_epochs=n_epoch)
+
+    return fit
+
+
+def lightning(task: Task) -> Fit:
+    """Build Lightning's `Trainer` with its mixed precision, clipping and average.
+
+    AdamW is not fused: Lightning refuses to clip the gradients of a fused optimizer under mixed precision."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return task.loss_func(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            opt = torch.optim.AdamW(self.parameters(), lr=LR, foreach=True)
+            steps = int(self.trainer.estimated_stepping_batches) + 1
+            schedule = torch.optim.lr_scheduler.OneCycleLR(opt, LR, total_steps=steps)
+            return [opt], [{'scheduler': schedule, 'interval': 'step'}]
+
+    module = Module()
+
+    def fit(n_epoch: int) -> None:
+        trainer = Trainer(
+            max_epochs=n_epoch,
+            accelerator='cpu',
+            precision='bf16-mixed',
+            gradient_clip_val=MAX_NORM,
+            callbacks=[EMAWeightAveraging(decay=DECAY)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, task.train)
+
+    return fit
+
+
 REAL: dict[str, Callable[[Task], Fit]] = {
     'raw': raw,
     'raw-compiled': raw_compiled,
@@ -183,4 +256,6 @@ REAL: dict[str, Callable[[Task], Fit]] = {
     'learnkit-model-compiled': partial(learnkit, compiles='model'),
     'learnkit-compiled': partial(learnkit, compiles='step'),
     'fastai': fastai,
+    'ignite': ignite,
+    'lightning': lightning,
 }

@@ -58,6 +58,8 @@ PROGRAMS = Path(__file__).parent / 'programs'
 SETTINGS = PROGRAMS / 'settings.json'  # epochs and rate of each task, written by `--tune`
 TUNED_WITH = ('tuned', 'learnkit')
 SEEDS = [0, 1, 2]  # of what is measured
+LEAST_S = 1.0  # a shorter training is repeated for as long, and its seconds are the median
+REFERENCE = 'tuned_groups'  # program that the page compares with
 TUNING_SEEDS = [10, 11, 12]
 PARTS = ['x', 'y', 'x_valid', 'y_valid', 'x_test', 'y_test']
 
@@ -65,6 +67,7 @@ PARTS = ['x', 'y', 'x_valid', 'y_valid', 'x_test', 'y_test']
 PACKAGES = {
     'learnkit': ('learnkit', 'learnkit'),
     'one_group': ('learnkit, one group', 'learnkit'),
+    'tuned_groups': ('by hand, for speed, two groups', 'torch'),
     'tuned': ('by hand, for speed', 'torch'),
     'loop': ('by hand', 'torch'),
     'skorch': ('skorch', 'skorch'),
@@ -320,9 +323,12 @@ def build(task: str, package: str) -> Callable[[], Any]:
             train_once(TASKS[task], program, data, 0, 1, settings['rate'])
             first_epoch = time.process_time()
             return None
-        seconds, model = train_once(TASKS[task], program, data, seed, **settings)
+        seconds: list[float] = []
+        while sum(seconds) < LEAST_S:
+            spent, model = train_once(TASKS[task], program, data, seed, **settings)
+            seconds.append(spent)
         score = score_model(TASKS[task], model, data, 'test')
-        return {'seconds': seconds, 'score': score, 'first_epoch': first_epoch}
+        return {'seconds': median(seconds), 'score': score, 'first_epoch': first_epoch}
 
     return once
 

@@ -94,6 +94,7 @@ class EMA(Callback):
         # module of each averaged tensor, by name; empty after loading, until `_link` finds them
         self._owners: dict[str, nn.Module] = {}
         self._tensors: list[Tensor] = []  # the model's tensors, in the order of the averages
+        self._has_halves = False  # whether a tensor is in half precision
         self._n_steps = 0
         self._n_updates = 0
 
@@ -165,13 +166,13 @@ class EMA(Callback):
         "Move the average towards the current weights."
         if self.buffers:
             self._link()  # `forward` may have replaced them
-        decay = self._next_decay()
         averages = local_shards(self._averages.values())
-        pairs = zip(local_shards(self._tensors), averages, strict=True)
-        weights = [t if t.dtype is a.dtype else t.to(a.dtype) for t, a in pairs]
+        weights = local_shards(self._tensors)
+        if self._has_halves:
+            weights = [t.to(a.dtype) for t, a in zip(weights, averages, strict=True)]
         if averages:
             with torch.no_grad():
-                torch._foreach_lerp_(averages, weights, 1 - decay)
+                torch._foreach_lerp_(averages, weights, 1 - self._next_decay())
         self._n_updates += 1
 
     def _next_decay(self) -> float:
@@ -222,6 +223,7 @@ class EMA(Callback):
         self._averages = averages
         self._owners = owners
         self._tensors = list(tensors.values())
+        self._has_halves = any(t.dtype in _HALVES for t in self._tensors)
 
     # -- using the average -------------------------------------------------------------------------
 

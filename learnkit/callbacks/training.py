@@ -80,11 +80,14 @@ class GradientClip(Callback):
 
     def before_step(self) -> None:
         params = self.learn.step_parameters
-        grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
-        if any(map(is_dtensor, grads)):
+        grads = [p.grad for p in params if p.grad is not None]
+        if self.learn.world.size > 1 and any(map(is_dtensor, grads)):
             self.total_norm = total_norm(grads, self.norm_type)
-            scale = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(local_shards(grads), scale)
+            scale_down(local_shards(grads), self.total_norm, self.max_norm)
+        elif are_alike(grads):
+            norms = torch._foreach_norm(grads, self.norm_type)
+            self.total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+            scale_down(grads, self.total_norm, self.max_norm)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
@@ -141,6 +144,29 @@ class GradientValueClip(Callback):
     def compiled_step(self) -> dict[str, Any]:
         "Return the clipping of a compiled step."
         return {'state': lambda: {'max_value': self.max_value}, 'before_step': clip_values}
+
+
+def are_alike(grads: list[Tensor]) -> bool:
+    """Return True for plain gradients of one device and dtype.
+
+    torch's `clip_grad_norm_` groups gradients by device and dtype each time, which for a small model takes longer than
+    the arithmetic. Gradients that need no groups are clipped without, to the same bits.
+
+    >>> are_alike([torch.zeros(2), torch.zeros(3)]), are_alike([torch.zeros(2), torch.zeros(3).half()])
+    (True, False)
+    """
+    return bool(grads) and all(
+        type(grad) is Tensor
+        and not grad.requires_grad
+        and grad.dtype == grads[0].dtype
+        and grad.device == grads[0].device
+        for grad in grads
+    )
+
+
+def scale_down(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    "Scale gradients of total norm `norm` in place to a norm of at most `max_norm`."
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def clip_norm(grads: list[Tensor], state: dict[str, Any], norm_type: float) -> list[Tensor]:

@@ -28,6 +28,13 @@ def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     return [(rand(n, 3), rand(n, 2)) for n in sizes]
 
 
+class Single(nn.Module):
+    "Convert to single precision."
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
 def learner(train: Any, model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
     return bare_learner(
         (train, train),
@@ -66,6 +73,39 @@ def test_the_weights_match_a_plain_loop(cb: Any, clip: Any, size: int | None) ->
         opt.zero_grad()
     for p, q in zip(learn.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize('keeps_graph', [False, True])
+@pytest.mark.parametrize('norm_type', [2.0, math.inf])
+def test_gradients_of_two_dtypes_and_with_a_graph_match_torch(
+    norm_type: float, keeps_graph: bool
+) -> None:
+    grads = []
+
+    def look(cb: Any) -> None:
+        params = list(cb.learn.model.parameters())
+        originals = [p.grad for p in params]
+        if keeps_graph:  # as after `backward(create_graph=True)`
+            originals = [grad * one for grad, one in zip(originals, ones, strict=True)]
+        for p, grad in zip(params, originals, strict=True):
+            p.grad = grad.clone()
+        norm = nn.utils.clip_grad_norm_(params, 0.05, norm_type)
+        grads.append((norm, [p.grad for p in params]))
+        for p, grad in zip(params, originals, strict=True):
+            p.grad = grad
+
+    model = nn.Sequential(nn.Linear(3, 6), Single(), nn.Linear(6, 2))
+    model[0].double()
+    ones = [torch.ones_like(p, requires_grad=True) for p in model.parameters()]
+    learn = learner(batches(6), model, GradientClip(0.05, norm_type), Callback(before_step=look))
+    kept = Callback(before_step=lambda cb: grads.append((0, [p.grad for p in model.parameters()])))
+    kept.order = 12
+    learn.fit(1, cbs=kept)
+    (norm, expected), (_, found) = grads
+    total_norm = learn.gradient_clip.total_norm
+    assert torch.equal(total_norm, norm.detach()) and norm > 0.05
+    assert not total_norm.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.filterwarnings(r'ignore:.*2\.weight, 2\.bias')  # the splitter leaves them out

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import gpu, resume, save_memory, tasks
+from benchmarks import gpu, page, resume, save_memory, tasks
+from benchmarks.harness import Result, Workload
 from benchmarks.programs import (
     classify_learnkit,
     classify_loop,
     classify_one_group,
     classify_tuned,
+    classify_tuned_groups,
     resume_task as task,
 )
 from tests.helpers.measuring import devices
@@ -73,6 +75,48 @@ def test_the_tables_of_memory_have_all_rows(
     assert all(numbers['wait first'] > 0 for name in save_memory.SAVES for numbers in found[name])
 
 
+# -- the page's tables -----------------------------------------------------------------------------
+
+
+def test_the_page_has_the_marks_of_all_tables() -> None:
+    text = page.PAGE.read_text('utf-8')
+    marks = re.findall('<!-- (.*): written by python -m benchmarks --write -->', text)
+    assert sorted(marks) == sorted(['machine', *page.TABLES])
+    assert all(page.read_block(text, name) for name in marks)
+
+
+def test_a_table_has_medians_and_ratios_of_the_rounds() -> None:
+    names = dict.fromkeys(['raw', 'learnkit-idle10'], 'torch')
+    two = Result(Workload('a', '', '', names), {'raw': [2.0, 4.0, 5.0]})
+    two.values['learnkit-idle10'] = [3.0, 5.0, 5.0]
+    one = Result(Workload('b', '', '', names), {'raw': [1500.0]}, {'fastai': 'an error'})
+    assert page.make_table({'first': two, 'second': one}, ', us').splitlines() == [
+        '| | first, us | ratio | second, us | ratio |',
+        '|---|--:|--:|--:|--:|',
+        '| by hand | 4.0 | 1.00 | 1,500 | 1.00 |',
+        '| learnkit, 10 idle callbacks | 5.0 | 1.25 | - | - |',
+        '',
+        'Not measured, after an error: fastai, second.',
+    ]
+
+
+def test_a_table_of_another_machine_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / 'page.md'
+    monkeypatch.setattr(page, 'TABLES', {'a': lambda n: f'a {n}', 'b': lambda n: f'b {n}'})
+    marks = [f'{page.begin_of(name)}\nold\n{page.END}' for name in ('machine', 'a', 'b')]
+    file.write_text('\n\n'.join(marks), 'utf-8')
+    monkeypatch.setattr(page, 'describe_machine', lambda: 'Monday')
+    page.write_tables(['a', 'b'], 5, file)
+    monkeypatch.setattr(page, 'describe_machine', lambda: 'Tuesday')
+    page.write_tables(['b'], 1, file)
+    blocks = [page.read_block(file.read_text('utf-8'), name) for name in ('machine', 'a', 'b')]
+    assert blocks == ['Monday', 'a 5', 'b 1\n\nMeasured on Tuesday']
+    with pytest.raises(ValueError, match='c'):
+        page.replace_block(file.read_text('utf-8'), 'c', 'new')
+
+
 # -- time to accuracy ------------------------------------------------------------------------------
 
 
@@ -84,7 +128,14 @@ def data() -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    'program', [classify_learnkit, classify_loop, classify_one_group, classify_tuned]
+    'program',
+    [
+        classify_learnkit,
+        classify_loop,
+        classify_one_group,
+        classify_tuned,
+        classify_tuned_groups,
+    ],
 )
 def test_programs_train_in_place(
     program: Any, data: SimpleNamespace, capsys: pytest.CaptureFixture[str]
