@@ -73,7 +73,7 @@ _ROWS = (
         'data',
         'Data',
         'Loaders, validation sets with metrics, and functions for batches.',
-        'data.dataloaders data.evaluator core.batch',
+        'data.dataloaders data.combined data.evaluator core.batch',
     ),
     ('losses', 'Losses', 'Loss functions; every loss of torch can be used as it is.', 'losses'),
     (
@@ -218,8 +218,8 @@ _LEARNER_ROWS = (
         'learner_loop',
         "Parts of a Learner's loop",
         'Call or override the parts of the loop, for a training step of your own.',
-        'train_batch evaluate_batch forward compute_loss optimize report_loss x y step_parameters to_detach train '
-        'one_batch all_batches draw_batches do_evaluation set_loader run',
+        'train_batch evaluate_batch forward compute_loss optimize report_loss x y batch_source step_parameters '
+        'to_detach train one_batch all_batches draw_batches do_evaluation set_loader run',
     ),
 )
 

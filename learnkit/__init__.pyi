@@ -133,6 +133,9 @@ from .core.time import (
     Time as Time,
     Timestamp as Timestamp,
 )
+from .data.combined import (
+    CombinedLoader as CombinedLoader,
+)
 from .data.dataloaders import (
     DataLoaders as DataLoaders,
     TensorLoader as TensorLoader,

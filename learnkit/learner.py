@@ -650,6 +650,23 @@ class Learner(Loop):
         return detuplify(self.yb)
 
     @property
+    def batch_source(self) -> Any:
+        """Name of the loader that the batch comes from, if a `CombinedLoader` takes turns; else None.
+
+        >>> from learnkit import Callback, CombinedLoader, Learner
+        >>> from learnkit.testing import RegModel, synth_dls
+        >>> loaders = {name: synth_dls(n_train=2).train for name in ('photo', 'drawing')}
+        >>> learn = Learner(CombinedLoader(loaders, 'sequential'), RegModel(), nn.MSELoss())
+        >>> look = Callback(before_batch=lambda cb: print(cb.batch_source))
+        >>> with learn.no_bar(): learn.fit(1, cbs=look)
+        photo
+        photo
+        drawing
+        drawing
+        """
+        return getattr(self.dl, 'batch_source', None)
+
+    @property
     def time(self) -> Timestamp:
         "Epochs, batches, steps, samples, tokens and seconds finished so far, over all fits of this Learner."
         amounts: dict[str, Any] = self.parts.counters.by_unit()

@@ -56,6 +56,8 @@ class EpochMetrics:
     is_training: bool = False  # True from the start of an epoch's training to the end of the epoch
     n_valid: int = 0  # number of batches measured on the current loader
     measured: dict[str, Any] = field(default_factory=dict)  # value by column, latest evaluation
+    # value by name of training metrics that have no column, of the last training
+    uncolumned: dict[str, Any] = field(default_factory=dict)
 
     def collect(self) -> dict[str, Any]:
         return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}

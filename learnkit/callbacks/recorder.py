@@ -21,6 +21,7 @@ from learnkit.callbacks.epoch_metrics import (
     load_metrics,
     metric_states,
     read_metrics,
+    value_of,
 )
 from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.plots import Plots
@@ -32,7 +33,9 @@ from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.advice import check_metrics, contains_activation, warn_of_activation
 from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import contains_object
 from learnkit.engine.run import is_open
+from learnkit.engine.traits import trait_of
 from learnkit.metrics.averages import RESERVED, check_column, measures_batches
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merge_losses
 from learnkit.metrics.merge import check_mergeable, gather_on_host
@@ -109,6 +112,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.loaders_without_loss: set[str] = set()
         self.steps = StepLog(self.smooth_loss)
         self._train: list[Metric] = []
+        # metrics of training batches that a callback reads, and that have no column
+        self._uncolumned: list[Metric] = []
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
         # measurements by depth of the run: 1 is the outermost
         self._metrics_by_depth = {1: EpochMetrics()}
@@ -134,7 +139,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         callbacks = learn.parts.callbacks
         if learn.metrics or contains_activation(learn.loss_func):
             callbacks.check_once(self, 'before_backward', self._try_metrics)
-        if self._train and learn.microbatch:
+        if self._train_metrics and learn.microbatch:
             callbacks.add_run_handler(self, 'after_loss', self._measure_microbatch)
 
     def _begin_fit(self) -> None:
@@ -144,10 +149,38 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.loaders_without_loss = set()
         metrics = self.columns.select_metrics('train') if self.learn.metrics else []
         self._train = [clone_metric(m, self.learn) for m in metrics]
+        others = self._select_uncolumned(metrics) if self.learn.metrics else []
+        self._uncolumned = [clone_metric(m, self.learn) for m in others]
         self.values = L()
         self.iters = L()
         self.smooth_loss.reset()
         self.steps = StepLog(self.smooth_loss)
+
+    def _select_uncolumned(self, metrics: list[Metric]) -> list[Metric]:
+        "Return the metrics without a column in training that a callback reads of training batches."
+        if not any(trait_of(cb, 'reads_train_metrics') for cb in self.learn.cbs):
+            return []
+        others = [m for m in self.learn.metrics if m.on is None and measures_batches(m)]
+        return [m for m in others if not contains_object(metrics, m)]
+
+    @property
+    def _train_metrics(self) -> list[Metric]:
+        "Metrics of training batches, with a column and without."
+        return [*self._train, *self._uncolumned]
+
+    def read_running(self) -> dict[str, Any]:
+        "Return the metrics of the current pass over this rank's batches so far, by name; a copy from the device."
+        learn = self.learn
+        metrics = self._train_metrics if learn.training else self._valid_mets
+        running: dict[str, Any] = {}
+        for m in metrics:
+            if measures_batches(m) and not isinstance(m, EvalLoss):
+                running.update(self.columns.of_keys.values(m.name, value_of(m, 1)))
+        return running
+
+    def read_uncolumned(self) -> dict[str, Any]:
+        "Return the metrics of the training batches of the last epoch that have no column, by name."
+        return dict(self._of_fit.uncolumned)
 
     @property
     def epoch_metrics(self) -> EpochMetrics:
@@ -173,7 +206,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._microbatches.append(KeptMicrobatch(learn))
 
     def _accumulate(self, batch: Any) -> None:
-        for m in self._train:
+        for m in self._train_metrics:
             m.accumulate(batch)
 
     def before_epoch(self) -> None:
@@ -187,7 +220,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def before_train(self) -> None:
         self._of_fit.is_training = True
-        for m in self._train:
+        self._of_fit.uncolumned = {}
+        for m in self._train_metrics:
             m.reset()
 
     def before_eval(self) -> None:
@@ -205,8 +239,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return self._measure_without_loss()
         if learn.training:
             self.steps.record(learn, self._loss_weight())
-            if self._train and not learn.microbatch and self._has_local_samples():
-                self._accumulate(learn)
+            if not learn.microbatch and (self._train or self._uncolumned):
+                if self._has_local_samples():
+                    self._accumulate(learn)
             while self._microbatches:
                 self._accumulate(self._microbatches.pop(0))
         elif learn.phase != 'predict':
@@ -247,14 +282,18 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         learn = self.learn
         values = self._of_fit.values
         n = self.smooth_loss.count - self._of_fit.n_before
-        measured, states = read_metrics(self._train, n, learn, self._local_losses())
+        metrics = self._train_metrics
+        measured, states = read_metrics(metrics, n, learn, self._local_losses())
         if states:
             self._merge_losses(states)
         values['train_loss'] = self._train_loss() if self._has_steps() else None
         if self._has_steps() and isnan(values['train_loss']):
             warn_of_nan(learn, self.smooth_loss.smooth, self._of_fit.n_before)
-        for m, value in zip(self._train, measured, strict=True):
+        for m, value in zip(self._train, measured, strict=False):
             values.update(self.columns.name_training_values(m, value))
+        for m, value in zip(self._uncolumned, measured[len(self._train) :], strict=True):
+            self.columns.add_keys({m.name: value})
+            self._of_fit.uncolumned.update(self.columns.of_keys.values(m.name, value))
         self.log = L([learn.epoch, *values.values()])
 
     def _has_steps(self) -> bool:
@@ -381,6 +420,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _check_mergeable(self) -> None:
         metrics = self.columns.select_metrics('train')
+        if self.learn.metrics:
+            metrics += self._select_uncolumned(metrics)
         for dl_name, _ in evaluation_loaders(self.learn.dls):
             metrics += self.columns.metrics_of_loader(dl_name)
         for m in {id(m): m for m in metrics}.values():
@@ -493,7 +534,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'open': {
                 **current.state_dict(),
                 'n_before': current.n_before if is_training else 0,
-                'metrics': metric_states(self._train) if is_training else None,
+                'metrics': metric_states(self._train_metrics) if is_training else None,
             },
             'seconds': perf_counter() - current.started if is_training else 0.0,
         }
@@ -525,7 +566,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.n_before = sd['n_before']
         self.log = L([self.learn.epoch, *current.values.values()])
         if sd['metrics'] is not None:
-            load_metrics(self._train, sd['metrics'])
+            load_metrics(self._train_metrics, sd['metrics'])
 
 
 def recorder_of(learn: Learner) -> Recorder | None:

@@ -121,6 +121,11 @@ def is_generator(value: Any) -> bool:
     return make is None or _takes(lambda: restore_generator(make(), (kind, state)))
 
 
+def is_part(value: Any) -> bool:
+    "the position of one of several loaders"
+    return not any(find_problems(value, _PART))
+
+
 def _takes(restore: Callable[[], object]) -> bool:
     "Return True if generators take a state."
     try:
@@ -165,6 +170,15 @@ _POSITION = {
     'workers': is_count,
     'workers_ran': bool,
     'workers_run': bool,
+    # of a CombinedLoader
+    'turn': Optional(is_count),
+    'parts': Optional(Each(is_part, list)),
+}
+_PART = {
+    'position': _POSITION,
+    'before_first': Maybe({**_LOADER, 'rng': Optional(is_rng)}),
+    'is_open': bool,
+    'is_used_up': bool,
 }
 _LOOP = {
     **{name: {int: is_count, float: is_amount}.get(kind, kind) for name, kind in SAVED.items()},

@@ -80,13 +80,36 @@ class BatchForm:
     targets: tuple[str, ...] | None = None  # names of the targets in a mapping
     # f(xb, yb): number of samples, if it is not the length of the first axis of the first tensor
     size_func: Callable[[Any, Any], int] | None = None
+    has_parts: bool = False  # whether a batch is a dict or list of the batches of several loaders
 
     def split(
         self,
         batch: Any,  # batch of the loader
         predicting: bool = False,  # accept a batch without targets
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
-        "Split a batch into inputs and targets; raise `BatchError` for a batch that lacks declared entries."
+        """Split a batch into inputs and targets; raise `BatchError` for a batch that lacks declared entries.
+
+        >>> BatchForm(has_parts=True).split({'day': ('x', 'y'), 'night': ('x2', 'y2')})
+        (({'day': 'x', 'night': 'x2'},), ({'day': 'y', 'night': 'y2'},))
+        """
+        if self.has_parts:
+            return self._split_parts(batch, predicting)
+        return self._split_whole(batch, predicting)
+
+    def _split_parts(self, batch: Any, predicting: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        "Split the batch of each loader; a loader that has ended, and gives None, has no inputs and no targets."
+        inputs = []
+        targets = []
+        for part in children_of(batch) or ():
+            xb, yb = ((), ()) if part is None else self._split_whole(part, predicting)
+            inputs.append(detuplify(xb))
+            targets.append(detuplify(yb))
+        has_targets = any(y is not None for y in targets)
+        if isinstance(batch, Mapping):
+            return (rebuild(batch, inputs),), (rebuild(batch, targets),) if has_targets else ()
+        return tuple(inputs), tuple(targets) if has_targets else ()
+
+    def _split_whole(self, batch: Any, predicting: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if self.targets is None:
             return split_batch(batch, self.n_inp)
         names = _list_keys(batch) if isinstance(batch, Mapping) else []

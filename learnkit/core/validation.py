@@ -176,6 +176,8 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
     >>> loss_hint(nn.CrossEntropyLoss(), torch.zeros(2, 3), (torch.zeros(2),), error)
     ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
     """
+    if hint := logits_hint(pred, e):
+        return hint
     targ = yb[0] if yb else None
     if not isinstance(pred, Tensor) or not isinstance(targ, Tensor):
         return ''
@@ -184,6 +186,19 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
         or _shape_hint(pred, targ, str(e))
         or _dtype_hint(pred, targ, str(e))
     )
+
+
+def logits_hint(pred: Any, e: Exception) -> str:
+    """Return a hint for a function that expects the whole output of a model of transformers, or an empty string.
+
+    >>> logits_hint(torch.zeros(2), AttributeError("'Tensor' object has no attribute 'logits'"))
+    ': the Learner passes the logits of the output, so that `outputs.logits` is `outputs` itself'
+    """
+    if not isinstance(pred, Tensor) or not isinstance(e, AttributeError):
+        return ''
+    if "no attribute 'logits'" in str(e):
+        return ': the Learner passes the logits of the output, so that `outputs.logits` is `outputs` itself'
+    return ''
 
 
 def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
+from .combined import (
+    CombinedLoader as CombinedLoader,
+)
 from .dataloaders import (
     DataLoaders as DataLoaders,
     TensorLoader as TensorLoader,

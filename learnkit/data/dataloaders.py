@@ -115,7 +115,9 @@ class DataLoaders:
         (2, 1)
         """
         n_inp = self.n_inp
-        return BatchForm(n_inp.get(name) if isinstance(n_inp, Mapping) else n_inp, self.targets)
+        n = n_inp.get(name) if isinstance(n_inp, Mapping) else n_inp
+        dl = self.train if name == 'train' else dict(self.list_named()).get(name)
+        return BatchForm(n, self.targets, has_parts=getattr(dl, 'gives_parts', False))
 
     @classmethod
     def from_datasets(
@@ -558,7 +560,7 @@ def check_loaders(dls: Any) -> None:
     # without this check the error would come after an epoch of training
     for name, dl in dls.evaluation:
         form = dls.batch_form(name)
-        if form == BatchForm() or isinstance(dl, Iterator):
+        if (form.n_inp, form.targets) == (None, None) or isinstance(dl, Iterator):
             continue
         if not getattr(dl, 'num_workers', 0):
             form.split(first_batch(dl))
@@ -651,7 +653,8 @@ def check_no_loaders(name: str, dl: Any) -> None:
     if loaders:
         raise LoaderError(
             f'The loader {name!r} is a {type(dl).__name__} of {type(loaders[0]).__name__}, not of batches: '
-            "write `DataLoaders(train, valid)`, or `DataLoaders(train, {'day': day, 'night': night})`."
+            "write `DataLoaders(train, valid)`, or `DataLoaders(train, {'day': day, 'night': night})`. To train on "
+            'several loaders, write `CombinedLoader([a, b])`.'
         )
 
 

@@ -27,7 +27,8 @@ _SEED = 'seed'  # end of the names of seeds
 # attributes with the number of the pass, the second of Mosaic's data sets
 _EPOCHS = ('epoch', 'next_epoch')
 _NODES = ('root', 'source', 'dataset')  # attributes by which a loader built of nodes has its nodes
-LISTS = ('datasets', 'pipeline')  # lists of parts: of torch's ConcatDataset, stages of webdataset
+# lists of parts: of torch's ConcatDataset, stages of webdataset, of a CombinedLoader
+LISTS = ('datasets', 'pipeline', 'loaders')
 # numbers of an owner as they were first seen, by the owner's id
 _first_numbers: dict[int, dict[str, Any]] = {}
 
@@ -93,8 +94,8 @@ def restore_loader_state(
             with suppress(AttributeError):
                 setattr(owner, name, epoch)  # a read-only property raises
     for path, owner in parts:
-        if path not in counts:
-            continue
+        if path not in counts or not hasattr(owner, '__dict__'):
+            continue  # another type of object may be at this path now
         first, present = _read_numbers(owner)
         for name, (saved_first, value) in counts[path].items():
             is_changed = value != saved_first or present.get(name) != first.get(name)

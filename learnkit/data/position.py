@@ -34,6 +34,7 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_own, capture_rng, preserved_rng, restore_own, restore_rng
 from learnkit.core.validation import warn_user
+from learnkit.data.combined import CombinedLoader
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
 from learnkit.data.last_batch import Digest, differs, digest_batch, hold_batch
 from learnkit.data.loader_state import (
@@ -101,10 +102,15 @@ class LoaderPosition:
         self.n_workers = getattr(dl, 'num_workers', 0) or 0
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
+        # whether the pass before this one was left before its end: the loader's own state is then of its middle
+        self.was_left = False
         # number of the pass, for `set_epoch`; None: it is not called
         self.number: int | None = None
         # generators of this process that a batch after the first is drawn from: paths of own ones, and `GLOBAL`
         self.draws: list[str] | None = None  # None: unknown yet
+        # of one loader of a `CombinedLoader`: the generators just before its first batch, which other loaders may have
+        # drawn from since `start`
+        self.before_first: State | None = None
         # global generators before the last batch, if it is drawn from them
         self._before_last: State | None = None
         # the same while the next batch is being drawn: an exception may end that
@@ -128,7 +134,7 @@ class LoaderPosition:
         between epochs is restored at once, and `begin` starts an epoch. Raises `CheckpointError`, with nothing
         changed, for a loader of another type, length or batch size.
         """
-        (check_position if state['start'] is None else _check_drawn)(dl, state)
+        check_resumable(dl, state)
         position = cls(dl, state['n_before'])
         position.first = state['loader']
         position.load_state_dict(state)
@@ -143,7 +149,7 @@ class LoaderPosition:
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
-            ranks = _count_ranks(self.dl)
+            ranks = count_ranks(self.dl)
             if state['ranks'] != ranks:
                 self._own_state = _without_order(state['now'])
             else:
@@ -153,6 +159,21 @@ class LoaderPosition:
             self.start = state['start']
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
+
+    def next_position(
+        self,
+        n_drawn: int,  # batches drawn in this epoch
+        first: dict[str, Any] | None = None,  # the loader at the start of the fit; None: as here
+        was_left: bool = False,  # whether this epoch was left before its end
+    ) -> LoaderPosition:
+        "Return the position of the start of the epoch after this one."
+        following = LoaderPosition(self.dl, self.n_before + n_drawn, first or self.first)
+        following.was_left = was_left
+        return following
+
+    def note_first_draw(self) -> None:
+        "Note the generators just before the first batch of the epoch is drawn."
+        self.before_first = capture_state(self.dl, with_global=True)
 
     def begin(self) -> Iterator[Any]:
         """Return the iterator over the remaining batches of the epoch.
@@ -164,8 +185,8 @@ class LoaderPosition:
         self._set_epochs()
         self._workers_ran = self.workers > 0 and workers_run(dl)
         drop_started_pass(dl)
-        self.start = _capture(dl, with_global=True)
-        if not _has_foreign_state(dl):
+        self.start = capture_state(dl, with_global=True)
+        if not has_foreign_state(dl) or self.was_left:
             return self._watch(iter(dl), 0)
         with suppress(Exception):  # a checkpoint warns of it
             self.start['loader'] = deepcopy(dl.state_dict())
@@ -180,13 +201,14 @@ class LoaderPosition:
         """Return the position after `n_drawn` batches as tensors and plain values, without the global generators.
 
         Raises `OptionError` for a loader whose own state would not load safely."""
-        now = _capture(self.dl)
+        now = capture_state(self.dl)
         if self.n_workers and self.start is not None:
             now = _without_samplers(now)
         dl = unshard(self.dl) if self.start is None else self.dl
         name = f'The state of {type(dl).__name__}'
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
-        if _has_state(dl) and (self.start is not None or not _is_stateful_dataloader(dl)):
+        is_between = self.start is None
+        if _has_state(dl) and not (is_between and (self.was_left or _is_stateful_dataloader(dl))):
             state = _loader_state(dl)
             if state is not None:
                 now['loader'] = deepcopy(to_plain(state, name))
@@ -198,7 +220,7 @@ class LoaderPosition:
             'drawn': describe_drawn(self.dl),
             'n': n_drawn,
             'n_before': self.n_before,
-            'ranks': _count_ranks(self.dl),
+            'ranks': count_ranks(self.dl),
             'start': start,
             'now': now,
             'number': self.number,
@@ -282,9 +304,9 @@ class LoaderPosition:
         if self.number is not None:
             set_epochs(unshard(self.dl), self.number)
 
-    def _restore_start(self, kept: Iterable[str] = ()) -> None:
-        "Restore the generators as they were at the start of the pass, except for those whose paths are `kept`."
-        start = self.start or {}
+    def _restore_start(self, kept: Iterable[str] = (), is_begun: bool = False) -> None:
+        "Restore the generators as at the start of the pass, or, if `is_begun`, its first batch; not the paths `kept`."
+        start = (self.before_first if is_begun else None) or self.start or {}
         restore_rng(start.get('rng', {}))
         restore_own(self.dl, {k: v for k, v in start.get('own', {}).items() if k not in kept})
 
@@ -343,7 +365,7 @@ class LoaderPosition:
             if hasattr(loader, 'restart_on_stop_iteration'):
                 with _preserved(dl):
                     next(_iterate_rest(loader), None)
-        _restore_own_state(dl, self._own_state, self._lacks_state)
+        restore_own_state(dl, self._own_state, self._lacks_state)
         if not workers_ran or workers_run(dl):
             return
         # starting workers draws a seed, which an uninterrupted run draws only in its first epoch
@@ -373,7 +395,7 @@ class LoaderPosition:
                 return self._resume_by_state(n)
             else:
                 return self._replay(n)
-            _restore_own_state(dl, self._own_state)
+            restore_own_state(dl, self._own_state)
             return batches
         finally:
             restore_rng(current)
@@ -384,7 +406,7 @@ class LoaderPosition:
     def _resume_by_state(self, n: int) -> Iterator[Any]:
         "Return the batches that remain after the loader's own state is loaded."
         dl = self.dl
-        is_foreign = _has_foreign_state(dl)
+        is_foreign = has_foreign_state(dl)
         # if a batch is drawn from global generators, what its pass draws when it starts cannot be told apart
         can_start_apart = self.draws is not None and GLOBAL not in self.draws
         has_start = self.start is not None and 'loader' in self.start
@@ -395,10 +417,10 @@ class LoaderPosition:
         dl.load_state_dict(deepcopy(self._own_state['loader']))
         if is_foreign and self._is_ended:
             # the loader might begin the next epoch
-            _restore_own_state(dl, self._own_state, is_loaded=True)
+            restore_own_state(dl, self._own_state, is_loaded=True)
             return iter(())
         batches = _iterate_rest(dl)
-        _restore_own_state(dl, self._own_state, is_loaded=True)
+        restore_own_state(dl, self._own_state, is_loaded=True)
         if is_foreign and can_start_apart:
             batches = self._start_apart(batches)
         return self._watch(batches, n)
@@ -411,7 +433,7 @@ class LoaderPosition:
         def group() -> Iterator[Any]:
             own = capture_own(self.dl)
             with preserved_rng():
-                self._restore_start(kept=self.draws or ())
+                self._restore_start(kept=self.draws or (), is_begun=True)
                 first = next(batches, _END)
             restore_own(self.dl, {k: v for k, v in own.items() if k not in (self.draws or ())})
             if first is not _END:
@@ -426,7 +448,7 @@ class LoaderPosition:
             return self._replay(n)
         lists = self._restart_index_lists()
         _skip(lists, n)
-        _restore_own_state(dl, self._own_state)
+        restore_own_state(dl, self._own_state)
         sampler = ResumedSampler(lists, get_index_sampler(dl))
         batches = iter(rebuild_with_sampler(dl, sampler))
         sampler.lists = None
@@ -440,8 +462,11 @@ class LoaderPosition:
         _restore(dl, self.start)
         if isinstance(dl, Shard):
             lists: Iterator[Any] = get_index_sampler(self.dl).begin(self.workers, self._workers_ran)
-            return lists
-        return start_lists(dl, self.workers, self._workers_ran)
+        else:
+            lists = start_lists(dl, self.workers, self._workers_ran)
+        if not self.workers:  # which fetch the first batches when the pass begins
+            _restore(dl, self.before_first)
+        return lists
 
     def _must_replay(self) -> bool:
         "Return True if workers have to fetch consumed samples again, so that their generators advance."
@@ -464,10 +489,12 @@ class LoaderPosition:
         if self.start is not None and 'loader' in self.start:
             dl.load_state_dict(deepcopy(self.start['loader']))
         batches = iter(dl)
-        if _has_foreign_state(dl):
+        if has_foreign_state(dl):
             batches = self._begin_again_if_empty(batches)
+        if not self.workers:
+            _restore(dl, self.before_first)
         self._draw_again(batches, n)
-        _restore_own_state(dl, self._own_state, self._lacks_state)
+        restore_own_state(dl, self._own_state, self._lacks_state)
         return self._watch(batches, n)
 
     def _draw_again(self, batches: Iterator[Any], n: int) -> None:
@@ -556,7 +583,7 @@ def _is_stateful_dataloader(dl: Any) -> bool:
     return _is_of_torchdata(dl) and isinstance(dl, DataLoader)
 
 
-def _has_foreign_state(dl: Any) -> bool:
+def has_foreign_state(dl: Any) -> bool:
     "Return True for a loader whose state at the end of an epoch may mean that end, or the start of the next epoch."
     return _has_state(dl) and not _is_of_torchdata(dl)
 
@@ -570,8 +597,8 @@ def _may_draw(dl: Any) -> bool:
 
 def needs_digest(dl: Any) -> bool:
     "Return True for a loader whose batches are drawn again by a resume."
-    if type(dl) in (list, tuple) or _is_tensor_loader(dl):
-        return False
+    if type(dl) in (list, tuple) or _is_tensor_loader(dl) or isinstance(dl, CombinedLoader):
+        return False  # the position of a CombinedLoader holds the batches of its loaders
     return bool(getattr(dl, 'num_workers', 0)) or not _has_index_lists(dl)
 
 
@@ -612,7 +639,7 @@ def _name(dl: Any) -> str:
     return name if dataset is None else f'{name} of {type(dataset).__name__}'
 
 
-def _count_ranks(dl: Any) -> int:
+def count_ranks(dl: Any) -> int:
     return dl.spec.size if isinstance(dl, Shard) else 1
 
 
@@ -624,7 +651,9 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     bs = batch_size_of(dl)
     dataset = getattr(dl, '__dict__', {}).get('dataset')
     samples = dl.n if _is_tensor_loader(dl) else n_batches(dataset)
+    combined = {'mode': dl.mode, 'loaders': str(dl.names)} if isinstance(dl, CombinedLoader) else {}
     return {
+        **combined,
         'type': type(dl).__name__,
         'batches': batches,
         'batch size': None if bs is None else bs * per_batch,
@@ -680,6 +709,14 @@ def _has_same_samples(dl: Any, saved: Mapping[str, Any], now: Mapping[str, Any])
     return surplus == 0 or (surplus < max(old, new) and not getattr(unshard(dl), 'drop_last', 0))
 
 
+def check_resumable(dl: Any, state: Mapping[str, Any]) -> None:
+    "Raise `CheckpointError` if a saved position cannot be resumed with a loader."
+    if state['start'] is None:
+        check_position(dl, state)
+    else:
+        _check_drawn(dl, state)
+
+
 def _check_drawn(dl: Any, state: Mapping[str, Any]) -> None:
     "Raise `CheckpointError` if a loader is not as the position's was in its epoch."
     with _preserved(dl):
@@ -706,11 +743,11 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 # -- generators ------------------------------------------------------------------------------------
 
 
-def _capture(dl: Any, with_global: bool = False) -> State:
+def capture_state(dl: Any, with_global: bool = False) -> State:
     "Return the state of a loader, of a shard the state of the whole loader, and of the global generators if asked."
     if isinstance(dl, Shard):
         with dl.order:
-            return _capture(dl.source, with_global)
+            return capture_state(dl.source, with_global)
     state = capture_loader_state(dl)
     if not with_global or type(dl) in (list, tuple):
         return state  # nothing is drawn for a list
@@ -727,7 +764,7 @@ def _capture_generators(dl: Any) -> State:
 def _restore(
     dl: Any, state: State | None, with_loader: bool = False, is_loaded: bool = False
 ) -> list[str]:
-    "Restore a state of `_capture`, as `restore_loader_state`; return the names of generators that the loader lacks."
+    "Restore a state of `capture_state`, as `restore_loader_state`; return the names of generators that are missing."
     if state is None:
         return []
     if isinstance(dl, Shard):
@@ -738,7 +775,7 @@ def _restore(
     return restore_loader_state(dl, state, with_loader, is_loaded)
 
 
-def _restore_own_state(
+def restore_own_state(
     dl: Any, state: State, with_loader: bool = False, is_loaded: bool = False
 ) -> None:
     "Restore a loader's state, and warn of generators that the loader lacks."
@@ -776,7 +813,7 @@ def _without_order(state: State) -> State:
 @contextmanager
 def _preserved(dl: Any) -> Iterator[None]:
     "Restore a loader's state and the global generators at the end of the block."
-    state = _capture(dl)
+    state = capture_state(dl)
     with preserved_rng(), dl.preserve() if isinstance(dl, Shard) else nullcontext():
         try:
             yield

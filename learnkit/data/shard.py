@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -34,11 +34,31 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.state: RNGState | None = None  # shared state; None: the rank's own state at first use
+        self._state: RNGState | None = None
         # of each batch of the pass: samples of this rank, samples of all ranks
-        self.shares: list[tuple[int, int]] = []
+        self.shares: Sequence[tuple[int, int] | None] = []
+        self._whole: Order | None = None  # the order of which this is the order of one loader
         self._own: RNGState | None = None  # within the context, the rank's own state
         self._depth = 0
+
+    @property
+    def state(self) -> RNGState | None:
+        "The shared state; None: the rank's own state at first use."
+        return self._state if self._whole is None else self._whole.state
+
+    @state.setter
+    def state(self, state: RNGState | None) -> None:
+        if self._whole is None:
+            self._state = state
+        else:
+            self._whole.state = state
+
+    def join(
+        self,
+        whole: Order,  # the order of several loaders
+    ) -> None:
+        "Draw from the generators of another order, in turn with the other loaders that draw from it."
+        self._whole = whole
 
     def __enter__(self) -> Self:
         self._depth += 1
@@ -47,7 +67,7 @@ class Order:
         self._own = capture_rng(devices=False)
         if self.state is None:
             self.state = self._own
-        restore_rng(self.state)
+        restore_rng(self.state or {})
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -133,6 +133,8 @@ def belongs_to_sampler(
 
 def end_workers(batches: Any) -> None:
     "Terminate the workers of a failed pass; without this call torch waits 5 s for each hanging worker."
+    for part in getattr(batches, 'parts', ()):
+        end_workers(part.batches)
     for worker in getattr(batches, '_workers', ()):
         worker.terminate()
 
@@ -152,7 +154,15 @@ def drop_started_pass(dl: Any) -> None:
         inner.load_state_dict({})
 
 
+def list_combined(dl: Any) -> list[Any]:
+    "Return the loaders of a `CombinedLoader`, or an empty list for any other loader."
+    return dl.loaders if hasattr(dl, 'batch_source') else []
+
+
 def forget_workers(dl: Any) -> None:
     "Make the next pass start new persistent workers, because the current ones may be dead."
-    if getattr(dl, 'persistent_workers', False):
+    if parts := list_combined(dl):
+        for part in parts:
+            forget_workers(part)
+    elif getattr(dl, 'persistent_workers', False):
         dl._iterator = None

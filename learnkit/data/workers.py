@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.shard import Shard
+from learnkit.data.torch_loader import list_combined
 
 _KINDS: dict[Any, type[Lasting]] = {}  # process class -> its replacement
 
@@ -64,6 +65,7 @@ def outlast_sigterm(
     for loader in loaders:
         if isinstance(loader, Shard):
             loaders.append(loader.source)
+        loaders += list_combined(loader)
         if not isinstance(loader, DataLoader) or not loader.num_workers:
             continue
         before = loader.multiprocessing_context

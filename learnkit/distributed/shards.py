@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError, OptionError
+from learnkit.data.combined import CombinedLoader, CombinedPass
 from learnkit.data.dataloaders import DataLoaders, TensorLoader, evaluation_loaders, n_batches
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
@@ -57,8 +59,7 @@ def shard(
     >>> [dl.share(1) for dl in shards]
     [(0, 1), (1, 1)]
     """
-    drops_last = batch_size == 'process' and getattr(dl, 'drop_last', False)
-    return _make_shard(dl, ShardSpec(rank, size, batch_size, drops_last, count))
+    return _make_shard(dl, ShardSpec(rank, size, batch_size, count=count), drops_last=True)
 
 
 def shard_loaders(
@@ -123,8 +124,16 @@ class _LoadersProxy(DataLoaders):
         return getattr(self.__dict__['dls'], name)
 
 
-def _make_shard(dl: Any, spec: ShardSpec) -> Any:
+def _make_shard(
+    dl: Any,
+    spec: ShardSpec,
+    drops_last: bool = False,  # drop a last smaller round if the loader drops a last smaller batch
+) -> Any:
     "Return the shard of a loader, of the class that fits the loader."
+    if isinstance(dl, CombinedLoader):
+        return CombinedShard(dl, spec, drops_last)
+    if drops_last and spec.batch_size == 'process':
+        spec = replace(spec, drops_last=getattr(dl, 'drop_last', False))
     samplers = [s for s in list_samplers(dl) if isinstance(s, DistributedSampler)]
     if samplers:
         check_sampler(samplers[0], spec)
@@ -202,6 +211,56 @@ class TensorShard(Shard, TensorLoader):
             yield t[start + rows.start : start + rows.stop]
 
 
+# -- several loaders -------------------------------------------------------------------------------
+
+
+class CombinedShard(Shard, CombinedLoader):
+    "Shard of each of several loaders, whose orders are drawn from the same generators in turn."
+
+    def __init__(self, source: CombinedLoader, spec: ShardSpec, drops_last: bool) -> None:
+        vars(self).update(vars(source))
+        self.source = source
+        self.spec = spec
+        self.order = Order()
+        of_part = replace(spec, count=lambda batch: spec.count([batch]))
+        self.loaders = [_make_shard(dl, of_part, drops_last) for dl in source.loaders]
+        for dl in self.loaders:
+            if isinstance(dl, Shard):
+                dl.order.join(self.order)
+        if source.n_batches is not None:
+            self.n_batches = spec.count_batches(source.n_batches, spec.per_round)
+
+    @override
+    def note_batch(self, drawn: CombinedPass) -> None:
+        "Set the name of the loader of the last batch, and note the samples of each rank."
+        super().note_batch(drawn)
+        self.source.batch_source = self.batch_source
+        drawn.shares.append(_find_share(drawn))
+        self.order.shares = drawn.shares
+
+    @override
+    def order_state(self) -> dict[str, Any]:
+        parts = [dl.order_state() if isinstance(dl, Shard) else None for dl in self.loaders]
+        return {'whole': super().order_state(), 'parts': parts}
+
+    @override
+    def take_order(self, state: Mapping[str, Any]) -> None:
+        for dl, part in zip(self.loaders, state['parts'], strict=True):
+            if isinstance(dl, Shard):
+                dl.take_order(part)
+        super().take_order(state['whole'])
+
+
+def _find_share(drawn: CombinedPass) -> tuple[int, int] | None:
+    "Return the share of the last batch of a pass: of its first loader that has a batch."
+    parts = drawn.parts if drawn.gives_parts else [drawn.parts[drawn.turn]]
+    part = next(part for part in parts if part.batches is not None)
+    found: tuple[int, int] | None = (
+        part.dl.share(part.n - 1) if isinstance(part.dl, Shard) else None
+    )
+    return found
+
+
 # -- DataLoaders over samples by index -------------------------------------------------------------
 
 
@@ -231,7 +290,9 @@ class ShardSampler:
         generator = torch.Generator().set_state(state)
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self.seeds.manual_seed(make_rank_seed(seed, self.spec.rank))
-        return self._begin()
+        n = self.source.num_workers
+        # with workers, torch starts the sampler twice, and takes lists from the second start only
+        return self._begin() if n else self.begin(n, workers_ran=False)
 
     def _begin(self) -> Iterator[Any]:
         "Start a pass when the first list is requested, and yield this rank's parts."

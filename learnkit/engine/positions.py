@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from learnkit.core.errors import EmptyLoaderError, add_place
+from learnkit.data.combined_position import make_position, resume_position
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.last_batch import hold_batch
 from learnkit.data.position import LoaderPosition, describe_drawn, needs_digest
@@ -296,10 +297,12 @@ class TrainingPositions(Source):
         "Return the position of the start of the next epoch."
         last = self.position
         if last is None:
-            return LoaderPosition(dl, first=self.first)
+            return make_position(dl, first=self.first)
         if last.start is None:
             return last  # restored from a checkpoint between two epochs
-        return LoaderPosition(dl, last.n_before + self.n_drawn, self.first)
+        if last.dl is dl:
+            return last.next_position(self.n_drawn, self.first)
+        return make_position(dl, last.n_before + self.n_drawn, self.first)
 
     def begin_fit(self, learn: Learner) -> None:
         "Note the loader as a resumed fit would find it."
@@ -311,7 +314,7 @@ class TrainingPositions(Source):
         self.rest = None
         if position is None:
             return
-        resumed = LoaderPosition.resume(dls.train, position)
+        resumed = resume_position(dls.train, position)
         if is_stream(dls):
             self.stream = Stream(dls.train, position=resumed, n=position['n'])
         else:
@@ -336,7 +339,7 @@ class TrainingPositions(Source):
         if is_stream(learn.dls):
             stream = self.stream
             if stream is None or stream.dl is not train:
-                return LoaderPosition(train, first=self.first).state_dict(0)
+                return make_position(train, first=self.first).state_dict(0)
             return stream.position.state_dict(stream.n, self.last)
         if not within_epoch:
             return self._next_position(train).state_dict(0)
@@ -377,7 +380,7 @@ class Stream(Iterator[Any]):
         n: int = 0,  # batches drawn in the resumed pass
     ) -> None:
         self.dl = dl
-        self.position = LoaderPosition(dl) if position is None else position
+        self.position = make_position(dl) if position is None else position
         if self.position.number is None:
             self.position.number = 0
         self.n = n
@@ -402,7 +405,7 @@ class Stream(Iterator[Any]):
 
     def _restart(self) -> None:
         number = (self.position.number or 0) + 1
-        self.position = LoaderPosition(self.dl)
+        self.position = make_position(self.dl)
         self.position.number = number
         self.n = 0
         self._batches = None

@@ -33,6 +33,7 @@ _TABLE = """
 * will_step() | None | the loop, DDP | False if the batch ends without a step; its gradients are kept for the next one
   samples_per_step(bs) | None | a resume with other ranks | number of samples of a step, of batches of `bs` samples
   needs_events | True | custom loops | a warning names the callback if its events do not fire
+  reads_train_metrics | False | the Recorder | it reads the metrics of training batches, which may have no column
   sets_lr | False | `ParamScheduler` | it sets the learning rate
 * compiled_step() | None | `compile(step=True)` | functions of tensors that a compiled step calls in place of handlers
   draws_for_batch | False | a repeated batch | it draws random numbers between the draw of a batch and its forward pass

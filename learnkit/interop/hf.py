@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +26,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.run import preserved_state
 from learnkit.interop.adapter import CallbackAdapter, find_or_add, list_adapters
+from learnkit.interop.hf_items import ItemLoss, add_weighted, counts_items
 from learnkit.interop.hf_state import find_arguments, make_control, make_state
 from learnkit.interop.hooks import StandIn, collect_measured, own_hooks
 
@@ -46,7 +48,7 @@ TIMES = ('train_runtime', 'train_steps_per_second')
 
 
 def from_hf(
-    cb: Any,  # `transformers.TrainerCallback`, or an object with its methods
+    cb: Any,  # `transformers.TrainerCallback`, or an object with its methods; or `args` alone
     args: Any = None,  # `transformers.TrainingArguments` to read; None: made from the Learner
     processing_class: Any = None,  # tokenizer or processor that the callback receives
 ) -> Callback:
@@ -61,6 +63,12 @@ def from_hf(
     after each epoch) and which metric is the best. The callback decides by `control`:
     `should_training_stop` ends the fit, `should_epoch_stop` the epoch; `should_evaluate` evaluates,
     `should_log` logs, and `should_save` saves with the Learner's `Checkpoint`; then `on_save` runs.
+
+    `from_hf(args)` brings the Trainer's `DefaultFlowCallback`: `args` alone decide when the fit
+    evaluates, logs and saves.
+
+    The own loss of a causal language model is the Trainer's: the sum over the tokens of a step,
+    divided by `num_items_in_batch`.
 
     Checkpointed: the callback's attributes with plain data, and once for all callbacks `state`,
     `control` and the losses since the last log.
@@ -77,6 +85,9 @@ def from_hf(
     1.0 3 6
     2.0 6 6
     """
+    if args is None and _is_arguments(cb):
+        flow = sys.modules['transformers'].DefaultFlowCallback()
+        return _FromHF(flow, cb, processing_class, decides=True)
     return _FromHF(cb, args, processing_class)
 
 
@@ -87,13 +98,14 @@ class _FromHF(CallbackAdapter):
     style = "Hugging Face's Trainer"
     saved_as = 'own'
 
-    def __init__(self, cb: Any, args: Any, processing_class: Any) -> None:
+    def __init__(self, cb: Any, args: Any, processing_class: Any, decides: bool = False) -> None:
         found = own_hooks(cb, HOOKS)
         # the base class defines all hooks, which do nothing
         self.hooks = {k: f for k, f in found.items() if not _is_of_base(f)}
         self.wrap(cb, HOOKS, self.hooks)
         self.args = args
         self.processing_class = processing_class
+        self.decides = decides  # whether `args` alone decide when the fit evaluates
 
     def on_added(self) -> None:
         "Take part in the counts of the Learner's callbacks of the Trainer."
@@ -105,6 +117,8 @@ class Progress:
     "Position of a fit within its steps, and losses since the last log."
 
     is_in_step: bool = False
+    # weighted sum of the losses of the step's batches, and sum of the weights; None: no batch yet
+    window: tuple[Any, Any] | None = None
     has_stepped: bool = False  # whether the optimizer stepped since the step began
     n_window: int = 1  # number of batches of the step
     loss: Any = 0.0  # sum of the steps' losses since the last log
@@ -129,6 +143,8 @@ class TrainerRun(Callback):
         self.control = make_control()
         self.progress = Progress()
         self._started_at = 0.0
+        self._items: ItemLoss | None = None
+        self._restore: list[Callable[[], object]] = []  # undo what this run has changed
 
     # -- calls of callbacks ------------------------------------------------------------------------
 
@@ -210,11 +226,16 @@ class TrainerRun(Callback):
         if is_new or learn.fitting:
             self.args = find_arguments(learn, [cb.args for cb in list_adapters(learn, 'hf')])
             self.state = make_state(self.args, learn)
+        if self._items is None and counts_items(learn):
+            self._items = ItemLoss(learn)
         if is_new:
             self.control = make_control()
             self._call('on_init_end')
         if not learn.fitting:
             return
+        if any(cb.decides for cb in list_adapters(learn, 'hf')) and not self._restore:
+            self._restore.append(partial(setattr, learn, 'eval_every', learn.eval_every))
+            learn.eval_every = None
         self.progress = Progress()
         self._started_at = perf_counter()
         checkpoint = learn.run.resuming
@@ -252,11 +273,20 @@ class TrainerRun(Callback):
         if not self.training:
             return self._call('on_prediction_step')
         if 'loss_grad' in vars(self.learn):
-            self._add_loss(self.learn.loss.detach() / self.progress.n_window)
+            self._add_batch(self.learn.loss.detach())
         if self.progress.has_stepped:
             self._end_step(min(1.0, (self.iter + 1) / self.n_iter) if self.n_iter else 0.0)
         elif self.iter + 1 != self.n_iter:
             self._call('on_substep_end')
+        return None
+
+    def _add_batch(self, loss: Any) -> None:
+        "Add a batch's loss, or keep it until the weights of all batches of the step are known."
+        now = self.progress
+        if self._items is None or now.n_window == 1:
+            return self._add_loss(loss / now.n_window)
+        weight = self._items.weigh(self.learn.xb, self.learn.yb)
+        now.window = add_weighted(now.window or (0.0, 0), loss, weight)
         return None
 
     def _add_loss(self, loss: Any) -> None:
@@ -273,6 +303,10 @@ class TrainerRun(Callback):
 
     def _end_step(self, share: float) -> None:
         self.progress.is_in_step = False
+        window = self.progress.window
+        if window is not None:
+            self.progress.window = None
+            self._add_loss(window[0] / window[1])
         state = self.state
         state.global_step += 1
         state.epoch = self.epoch + share
@@ -344,6 +378,14 @@ class TrainerRun(Callback):
         self._log({**times, 'total_flos': 0.0, 'train_loss': total / max(n, 1)})
         self._call('on_train_end')
 
+    def cleanup(self) -> None:
+        "Restore the Learner's loss, and its schedule of evaluations."
+        if self._items is not None:
+            self._items.restore()
+            self._items = None
+        while self._restore:
+            self._restore.pop()()
+
     # -- checkpoints -------------------------------------------------------------------------------
 
     @override
@@ -369,6 +411,12 @@ class TrainerRun(Callback):
 def _rename_column(name: str) -> str:
     "Return the Trainer's name of a column of an evaluation."
     return f'eval_{name.removeprefix("valid_")}'
+
+
+def _is_arguments(o: Any) -> bool:
+    "Return True for `transformers.TrainingArguments`."
+    transformers = sys.modules.get('transformers')
+    return transformers is not None and isinstance(o, transformers.TrainingArguments)
 
 
 def _is_of_base(hook: Any) -> bool:

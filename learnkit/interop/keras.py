@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from learnkit.core.model import bare_model, model_device, preserved_modes
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
 from learnkit.engine.lengths import find_length
-from learnkit.interop.adapter import CallbackAdapter
+from learnkit.interop.adapter import CallbackAdapter, list_adapters
 from learnkit.interop.hooks import collect_measured, own_hooks
 
 if TYPE_CHECKING:
@@ -40,9 +41,14 @@ def from_keras(
     """Return a callback that runs a callback of Keras.
 
     Its methods run in the order of `model.fit`, `evaluate` and `predict`, with `logs` of numbers:
-    the running mean `loss` after a batch, and after an epoch also `val_loss` and the metrics. The
-    names are the Learner's, without `train_`, and with `val_` for values of an evaluation.
+    after a batch the running mean `loss` and the metrics of the pass so far, after an epoch those of
+    its training batches, and `val_loss` and the metrics of its evaluation. The names are the
+    Learner's, without `train_`, and with `val_` for values of an evaluation. All callbacks of Keras
+    in a Learner get one dict an event: what one of them writes, the following ones read.
     `self.params` has `epochs`, `steps` and `verbose`.
+
+    The metrics are computed on each training batch; a callback with `on_train_batch_end` reads their
+    values from the device after each.
 
     `self.model` is a view of the Learner: `stop_training`, `optimizer.learning_rate` and
     `optimizer.iterations`, `get_weights`, `set_weights`, `save_weights`, `load_weights`, `predict`
@@ -71,21 +77,30 @@ class _FromKeras(CallbackAdapter):
     library = 'keras'
     style = 'Keras'
     saved_as = 'own'
+    reads_train_metrics = True
 
     def __init__(self, cb: Any) -> None:
         self._hooks = own_hooks(cb, HOOKS, 'keras.src.callbacks.callback')
         self.wrap(cb, HOOKS, self._hooks)
         # sum of the samples' losses, and their number, of a pass of 'train' or 'test'
         self._sums: dict[str, tuple[Any, int]] = {}
+        self.logs = EventLogs()
+        self._shared = self.logs  # those of the Learner's first callback of Keras
 
     def _find_hook(self, name: str) -> Any:
         "Return the hook, or the hook of its older name, or None."
         return self._hooks.get(name) or self._hooks.get(_OLDER.get(name, ''))
 
-    def _call(self, name: str, *place: Any, logs: Any = None) -> None:
+    def _call(
+        self,
+        name: str,
+        *place: Any,
+        collect: Callable[[], dict[str, Any]] = dict,  # returns the logs of the event
+    ) -> None:
         hook = self._find_hook(name)
         if hook is not None:
-            hook(*place, dict(logs or {}))
+            event = (name, *place, self.learn.dl_name)
+            hook(*place, self._shared.find(event, self, collect))
 
     def _set_model(self) -> None:
         learn = self.learn
@@ -105,6 +120,7 @@ class _FromKeras(CallbackAdapter):
 
     def before_fit(self) -> None:
         self._set_model()
+        self._shared = list_adapters(self.learn, 'keras')[0].logs
         if self.learn.fitting:
             self._call('on_train_begin')
 
@@ -128,14 +144,21 @@ class _FromKeras(CallbackAdapter):
         if self._find_hook(name) is None:
             return None
         if kind == 'predict':
-            return self._call(name, self.iter, logs={'outputs': self.learn.pred})
+            outputs = self.learn.pred
+            return self._call(name, self.iter, collect=lambda: {'outputs': outputs})
         total, n = self._sums.get(kind, (0.0, 0))
         if 'loss_grad' in vars(self.learn):
             size = sample_count(self.learn) or 1
             total = total + self.learn.loss.detach() * size
             n += size
             self._sums[kind] = total, n
-        return self._call(name, self.iter, logs={'loss': float(total) / n} if n else {})
+        return self._call(name, self.iter, collect=lambda: self._collect_of_batch(total, n))
+
+    def _collect_of_batch(self, total: Any, n: int) -> dict[str, Any]:
+        "Return the mean loss and the metrics of the current pass so far."
+        recorder = recorder_of(self.learn)
+        metrics = {} if recorder is None or not n else recorder.read_running()
+        return {**metrics, 'loss': float(total) / n} if n else {}
 
     def before_validate(self) -> None:
         if self.learn.phase != 'predict':
@@ -144,9 +167,11 @@ class _FromKeras(CallbackAdapter):
 
     def after_validate(self) -> None:
         if self.learn.phase != 'predict':
-            measured = collect_measured(self.learn)
-            logs = {name.removeprefix('valid_'): value for name, value in measured.items()}
-            self._call('on_test_end', logs=logs)
+            self._call('on_test_end', collect=self._collect_of_evaluation)
+
+    def _collect_of_evaluation(self) -> dict[str, Any]:
+        measured = collect_measured(self.learn)
+        return {name.removeprefix('valid_'): value for name, value in measured.items()}
 
     def before_predict(self) -> None:
         self._call('on_predict_begin')
@@ -156,7 +181,7 @@ class _FromKeras(CallbackAdapter):
 
     def after_epoch(self) -> None:
         if self.learn.fitting:
-            self._call('on_epoch_end', self.epoch, logs=self._collect_logs())
+            self._call('on_epoch_end', self.epoch, collect=self._collect_logs)
 
     def _collect_logs(self) -> dict[str, float]:
         "Return the values of the epoch under Keras's names; a value that was not evaluated is absent."
@@ -164,7 +189,7 @@ class _FromKeras(CallbackAdapter):
         if recorder is None:
             return {}
         evaluated = set(recorder.evaluated_columns())
-        logs = {}
+        logs = {name: v for name, v in recorder.read_uncolumned().items() if v is not None}
         for name, value in (epoch_row(self) or {}).items():
             if value is None:
                 continue
@@ -176,7 +201,7 @@ class _FromKeras(CallbackAdapter):
 
     def after_fit(self) -> None:
         if self.learn.fitting:
-            self._call('on_train_end', logs=self._collect_logs())
+            self._call('on_train_end', collect=self._collect_logs)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -194,6 +219,36 @@ class _FromKeras(CallbackAdapter):
         name = sd['monitor_op']
         if name in _MONITOR_OPS and getattr(self.wrapped, 'monitor_op', None) is None:
             self.wrapped.monitor_op = _MONITOR_OPS[name]
+
+
+class EventLogs:
+    """The `logs` of the current event, one dict for all callbacks of Keras in a Learner.
+
+    >>> logs = EventLogs()
+    >>> first = logs.find(('on_epoch_end', 0), 'one callback', dict)
+    >>> first['val_f1'] = 0.5
+    >>> logs.find(('on_epoch_end', 0), 'another', dict)
+    {'val_f1': 0.5}
+    """
+
+    def __init__(self) -> None:
+        self._event: tuple[Any, ...] = ()
+        self._readers: set[int] = set()  # ids of the callbacks that have the event's logs
+        self._logs: dict[str, Any] = {}
+
+    def find(
+        self,
+        event: tuple[Any, ...],  # name and place of the event
+        reader: object,  # callback that is called
+        collect: Callable[[], dict[str, Any]],  # returns the logs of a new event
+    ) -> dict[str, Any]:
+        "Return the logs of an event; an event that the same callback has seen is a new one."
+        if event != self._event or id(reader) in self._readers:
+            self._event = event
+            self._readers = set()
+            self._logs = collect()
+        self._readers.add(id(reader))
+        return self._logs
 
 
 def _find_direction(monitor_op: Any) -> str | None:

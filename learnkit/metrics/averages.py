@@ -25,7 +25,7 @@ from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError
 from learnkit.core.kinds import LOSS, METRIC, MODEL, explain_kind, find_kind
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import logits_hint, warn_user
 from learnkit.metrics.base import Mean, Metric, is_scalar, measured_pred, widen
 from learnkit.metrics.undefined import compute_or_nan
 
@@ -447,7 +447,10 @@ def dry_run(
         raise
     except Exception as e:
         what = '' if isinstance(e, MetricError) else f'{type(e).__name__}: '
-        lines = f'Metric `{metric.name}`: {what}{e}', *getattr(e, '__notes__', ())
+        lines = (
+            f'Metric `{metric.name}`: {what}{e}{logits_hint(pred, e)}',
+            *getattr(e, '__notes__', ()),
+        )
         raise MetricError('\n'.join(lines)) from e
 
 

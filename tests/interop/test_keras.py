@@ -103,9 +103,10 @@ def test_logs_are_means_over_samples() -> None:
     learn.validate()
     learn.get_preds()
     ends = {'loss': 101 / 3, 'mae': 5.0}
-    epoch = {'loss': 14 / 3, 'val_loss': 101 / 3, 'val_mae': 5.0}
-    assert cb.seen['train'] == [{'loss': 2.5}, {'loss': pytest.approx(14 / 3)}] * 2
-    assert cb.seen['test'] == [{'loss': 10.0}, {'loss': pytest.approx(101 / 3)}] * 3
+    epoch = {'loss': 14 / 3, 'mae': 2.0, 'val_loss': 101 / 3, 'val_mae': 5.0}
+    half = {'loss': 2.5, 'mae': 1.5}
+    assert cb.seen['train'] == [half, pytest.approx({'loss': 14 / 3, 'mae': 2.0})] * 2
+    assert cb.seen['test'] == [{'loss': 10.0, 'mae': 3.0}, pytest.approx(ends)] * 3
     assert cb.seen['test end'] == [pytest.approx(ends)] * 3
     assert cb.seen['epoch'] == [pytest.approx(epoch)] * 2
     assert [logs['outputs'] for logs in cb.seen['predict']] == [[2.0, 4.0], [9.0]]
@@ -118,6 +119,80 @@ def test_a_value_that_was_not_evaluated_is_absent_and_nan_is_not() -> None:
     evaluated = {'loss', 'val_loss', 'val_unknown'}
     assert [set(logs) for logs in cb.seen['epoch']] == [{'loss'}, evaluated] * 2
     assert all(np.isnan(logs['val_unknown']) for logs in cb.seen['epoch'][1::2])
+
+
+class WriteF1(OfKeras):
+    "Writes a value of its own, and the rate, into the logs."
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs['val_f1'] = 0.5 * epoch
+        logs['learning_rate'] = float(self.model.optimizer.learning_rate)
+
+
+class StopAtF1(OfKeras):
+    "Stops at a value that another callback has written."
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.at_end: list[str] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.rates.append(logs['learning_rate'])
+        self.model.stop_training = logs['val_f1'] >= 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.at_end = sorted(logs)
+
+
+def test_callbacks_share_the_logs_of_an_event() -> None:
+    stop = StopAtF1()
+    cbs = [from_keras(WriteF1()), Callback(order=95), from_keras(stop)]
+    learn = learner(*cbs, lr=0.2)
+    for _ in range(2):
+        stop.rates = []
+        learn.fit(5)
+        assert stop.rates == [0.2] * 3
+        assert stop.at_end == ['loss', 'val_loss']  # another event has its own logs, as in Keras
+        assert set(learn.history[-1]) == {'fit', 'epoch', 'time', 'train_loss', 'valid_loss'}
+
+
+def test_a_training_metric_is_in_the_logs_and_not_in_the_history() -> None:
+    seen: dict[str, list[Any]] = {}
+    for microbatch in (None, 4):
+        cb = Values()
+        torch.manual_seed(0)
+        learn = learner(from_keras(cb), metrics=mae, microbatch=microbatch, lr=0.01)
+        learn.fit(2)
+        assert (
+            set(learn.history[-1]) >= {'mae', 'valid_loss'} and 'train_mae' not in learn.history[-1]
+        )
+        seen[str(microbatch)] = [logs['mae'] for logs in (*cb.seen['train'], *cb.seen['epoch'])]
+    assert seen['None'] == pytest.approx(seen['4'], rel=1e-5)
+    # the last value of the batches is that of the epoch
+    assert seen['None'][2] == seen['None'][6] and seen['None'][5] == seen['None'][7]
+    table = learner(from_keras(cb := Values()), metrics=mae, lr=0.01)
+    table.recorder.train_metrics = True  # the metric has a column, too
+    table.fit(2)
+    assert [logs['mae'] for logs in cb.seen['epoch']] == [row['train_mae'] for row in table.history]
+
+
+def test_training_metrics_of_a_resumed_epoch_count_all_batches(tmp_path: Path) -> None:
+    def make(cb: Any) -> Learner:
+        torch.manual_seed(0)
+        return learner(from_keras(cb), Checkpoint('1ba', tmp_path), metrics=mae, path=tmp_path)
+
+    def fail(cb: Callback) -> None:
+        if cb.train_iter == 5:
+            raise KeyboardInterrupt
+
+    whole = Values()
+    torch.manual_seed(0)
+    learner(from_keras(whole), metrics=mae).fit(3)
+    with pytest.raises(KeyboardInterrupt):
+        make(Values()).fit(3, cbs=Callback(before_batch=fail))
+    resumed = Values()
+    make(resumed).fit(3, resume=True)
+    assert resumed.seen['epoch'] == whole.seen['epoch']  # the first epoch is from the checkpoint
 
 
 class Halve(OfKeras):

@@ -166,6 +166,56 @@ class Logged(keras.callbacks.LambdaCallback):
         super().__init__(on_epoch_end=lambda e, values: self.record.append([e, values['loss']]))
 
 
+class StopAtMetric(keras.callbacks.Callback):
+    "Stops at a metric of the training batches."
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs.get('mae') < 1.15:
+            self.model.stop_training = True
+
+
+class Measures(keras.callbacks.Callback):
+    "Measures a value of its own, for the callbacks behind it."
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs['val_own'] = abs(logs['val_loss'] - 1.6)
+
+
+class BatchMetrics(keras.callbacks.Callback):
+    "Keeps the metrics of the batches, and the best of each epoch."
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.best = np.inf
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.record: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.best = min(self.best, logs['mae'])
+        self.record.append(logs['mae'])
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.record.append(logs['mae'])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs['best_mae'] = float(self.best)
+
+
+class Overfits(keras.callbacks.Callback):
+    "Stops when the evaluation is far above the training."
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs['val_mae'] / logs['mae'] > 0.98:
+            self.model.stop_training = True
+
+
+class Last(keras.callbacks.Callback):
+    "Keeps the logs at the end of the training."
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.record = [[name, value] for name, value in sorted(logs.items())]
+
+
 # -- the comparison --------------------------------------------------------------------------------
 
 
@@ -246,6 +296,31 @@ CASES = [
     Case('averages weights over epochs', Averaged),
     Case('predicts, and counts steps', Predicts),
     Case('reads its parameters', Params),
+    Case('notes every call, with a metric', Calls, metrics=True),
+    Case('stops at a training metric', StopAtMetric, metrics=True),
+    Case(
+        'a value of its own, then EarlyStopping on it',
+        lambda: [Measures(), kc.EarlyStopping('val_own', mode='min', patience=1), kc.History()],
+    ),
+    Case('keeps the metrics of batches', lambda: [BatchMetrics(), kc.History()], metrics=True),
+    Case('stops when it overfits', Overfits, metrics=True),
+    Case(
+        'LearningRateScheduler, then a log of the rate',
+        lambda: [
+            kc.LearningRateScheduler(lambda epoch, lr: lr * 0.5),
+            kc.CSVLogger('log.csv', append=True),
+            kc.History(),
+        ],
+        file='log.csv',
+        lost='a resumed training writes the header again',
+    ),
+    Case(
+        'ReduceLROnPlateau, then a log of the rate',
+        lambda: [kc.ReduceLROnPlateau('mae', mode='min', patience=1, min_delta=0.1), kc.History()],
+        metrics=True,
+        why='of other metrics than the loss Keras finds the mode by itself',
+    ),
+    Case('reads the logs at the end', lambda: [Measures(), Last()], metrics=True),
 ]
 
 
@@ -278,7 +353,7 @@ def make_learner(case: Case, cbs: list[Any]) -> Learner:
     model = nn.Linear(3, 1)
     model.load_state_dict({'weight': WEIGHT, 'bias': BIAS})
     dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=BATCH, shuffle=False, device='cpu')
-    learn = Learner(
+    return Learner(
         dls,
         model,
         F.mse_loss,
@@ -287,8 +362,6 @@ def make_learner(case: Case, cbs: list[Any]) -> Learner:
         metrics=mae if case.metrics else [],
         cbs=[from_keras(cb) for cb in cbs],
     )
-    learn.recorder.train_metrics = case.metrics
-    return learn
 
 
 def run_in_learner(case: Case) -> dict[str, Tensor]:
