@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, did_you_mean
+from learnkit.engine.callback import name_handler
 from learnkit.engine.dispatch import place_in_event, takes_every_event
 from learnkit.engine.events import METHODS, STEP_EVENTS
 from learnkit.engine.traits import trait_of
@@ -66,9 +67,7 @@ class Handlers:
             switch = switches[id(cb)][1]
             functions = read_functions(cb, events)
             if functions is None:
-                self.blocks += [
-                    (f'{type(cb).__name__}.{e} has to be called', switch) for e in events
-                ]
+                self.blocks += [(f'{name_handler(cb, e)} has to be called', switch) for e in events]
             else:
                 self.parts.append(Part(cb, switch, functions))
 

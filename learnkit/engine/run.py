@@ -27,7 +27,7 @@ from learnkit.core.model import check_can_run, preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, name_handler
 from learnkit.engine.composer_model import HOLDER, composer_seams
 from learnkit.engine.dispatch import (
     format_place,
@@ -263,7 +263,7 @@ def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) 
     Raises `CancelError` for a Cancel exception whose level is not open.
     """
     evaluation = ', in an evaluation' if is_open(learn, 'validate') else ''
-    where = f'{type(cb).__name__}.{event_name} ({format_place(learn)}{evaluation})'
+    where = f'{name_handler(cb, event_name)} ({format_place(learn)}{evaluation})'
     if not isinstance(e, CancelException):
         add_place(e, where)
     elif not is_open(learn, e.level):
