@@ -26,7 +26,8 @@ the callback. All other events occur as usual. This module keeps everything else
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from inspect import signature
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ from learnkit.callbacks.step_parts import Handlers, Part
 from learnkit.callbacks.update_rules import RULES
 from learnkit.callbacks.whole_step import NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
+from learnkit.core.errors import OptionError
+from learnkit.core.hints import suggest_keyword
 from learnkit.engine.custom_batch import list_overrides
 from learnkit.engine.loss import total_loss
 from learnkit.engine.seams import train_whole_batch
@@ -57,6 +60,7 @@ HOOKS = (
 
 def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
     "Compile the model or, with `step=True`, the whole training step."
+    _check_options(step, options)
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself
         warnings.simplefilter('ignore', DeprecationWarning)
@@ -65,6 +69,20 @@ def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
         else:
             learn.model._compiled_call_impl = torch.compile(make_caller(learn.model), **options)
     return learn
+
+
+def _check_options(step: Any, options: Mapping[str, Any]) -> None:
+    "Raise `OptionError` or `TypeError` for arguments that neither `learn.compile` nor `torch.compile` has."
+    if not isinstance(step, bool):
+        raise OptionError(
+            f'compile({step!r}): `step` is True or False. Pass options of torch.compile by name, as '
+            "`mode='reduce-overhead'`."
+        )
+    known = [name for name in signature(torch.compile).parameters if name != 'model']
+    for name in options:
+        if name not in known:
+            hint = suggest_keyword(name, ['step', *known])
+            raise TypeError(f'Learner.compile() got an unexpected keyword argument {name!r}.{hint}')
 
 
 def explain_step(learn: Learner) -> str:
