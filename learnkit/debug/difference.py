@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -177,12 +177,8 @@ def first_difference(
     if found_there is None:  # the difference does not occur again
         place = symptom.batch, symptom.event, '', symptom.what, [symptom.what]
         return Difference(*place, *symptom.consequences)
-    return Difference(
-        *found_there[:5],
-        *symptom.consequences,
-        rows=found_there.rows,
-        indices=found_there.indices,
-    )
+    difference = Difference(*found_there[:5], *symptom.consequences)
+    return replace(difference, rows=found_there.rows, indices=found_there.indices)
 
 
 def _as_learner(o: Any, make: Callable[[Any], Learner] | None) -> Learner:

@@ -173,9 +173,10 @@ class Moment:
     """The Learner as it was before a batch of an earlier run; `learn.rewind` returns it.
 
     `batch`, `xb`, `yb` are the batch as the loader gave it, before callbacks change it; `indices` are the positions of
-    its samples in the data set, or None if they are unknown. `jump` is the change of the recorded loss. Each look (`step`, `play`, `samples`, `layers`) starts
-    from this moment again, and must find the same batch and its recorded loss. Otherwise it raises `CheckpointError`,
-    or warns if the moment was made with `rewind(exact=False)`. Changes are passed as arguments: `step(cbs=...)`.
+    its samples in the data set, or None if they are unknown. `jump` is the change of the recorded loss. Each look
+    (`step`, `play`, `samples`, `layers`) starts from this moment again, and must find the same batch and its recorded
+    loss. Otherwise it raises `CheckpointError`, or warns if the moment was made with `rewind(exact=False)`. Changes are
+    passed as arguments: `step(cbs=...)`.
     """
 
     def __init__(
