@@ -62,7 +62,7 @@ class FixedStopper(Callback):
     def after_batch(self) -> None:
         "Check the time."
         if self._is_over():
-            self.learn.run.stopping = True
+            self.learn.run.stop(type(self).__name__)
 
     after_epoch = after_iteration = after_batch
 

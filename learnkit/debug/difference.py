@@ -280,11 +280,11 @@ def _find_other_row(
 ) -> Symptom | None:
     "Return the first evaluation, or the first row of the history, in which two Recorders differ."
     found = []
-    for i, name in _find_other_entry(a['evaluations'], b['evaluations'], atol):
+    for i, name in find_other_row(a['evaluations'], b['evaluations'], atol):
         row, other = a['evaluations'][i], b['evaluations'][i]
         text = f'{name} after batch {row["ba"]} differs ({row[name]} and {other[name]})'
         found.append(Symptom(row['ba'], 'after_eval', name, seen=text))
-    for i, name in _find_other_entry(a['history'], b['history'], atol):
+    for i, name in find_other_row(a['history'], b['history'], atol):
         row, other = a['history'][i], b['history'][i]
         text = f'{name} of epoch {row["epoch"]} differs ({row[name]} and {other[name]})'
         end = _find_end_of_row(a, i, record)
@@ -292,8 +292,8 @@ def _find_other_row(
     return min(found, key=lambda symptom: symptom.end, default=None)
 
 
-def _find_other_entry(a: Rows, b: Rows, atol: float) -> list[tuple[int, str]]:
-    "Return the index of the first two rows that differ, and the column; empty without any."
+def find_other_row(a: Rows, b: Rows, atol: float) -> list[tuple[int, str]]:
+    "Return the index of the first two rows that differ, and the column, in a list; empty without any."
     for i, (row, other) in enumerate(zip(a, b, strict=False)):
         name = _find_other_value(row, other, atol)
         if name is not None:
