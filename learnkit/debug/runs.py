@@ -15,7 +15,7 @@ from learnkit.callbacks.plots import draw_panels, make_panels
 from learnkit.checkpoint.file import read_state
 from learnkit.core.errors import CheckpointError, OptionError, did_you_mean
 from learnkit.core.html import format_cell, text_table
-from learnkit.core.plotting import new_axes, pyplot
+from learnkit.core.plotting import color, new_axes, pyplot
 from learnkit.core.time import format_seconds
 from learnkit.debug.difference import find_other_row
 from learnkit.debug.rewind import RecordedRun, list_runs
@@ -106,10 +106,11 @@ def _format_value(name: str, value: Any) -> str:
 def describe_end(run: RecordedRun) -> str:
     "Return a sentence on how a run ended, as far as its newest checkpoint shows."
     info = run.info
-    place = f'after {info["ba"]} batches ({info["time"]["ep"]:g} epochs)'
+    n = info['time']['ep']
+    place = f'after {info["ba"]} batches ({n:g} epoch{"" if n == 1 else "s"})'
     if not run.has_ended():
         return (
-            f'The newest checkpoint is from {place}, within the fit: it was killed or interrupted, or is running. '
+            f'The newest checkpoint is within the fit, {place}: the run was killed or interrupted, or is running. '
             '`resume=True` continues it.'
         )
     if not read_state(run.checkpoints[0].path)[0]['loop']['stopping']:
@@ -172,8 +173,8 @@ def plot_run(
     smooth = AvgSmoothLoss()
     smooth.load_state_dict(recorder['smooth_loss'])
     axs[0].clear()
-    axs[0].plot([*losses], [*losses.values()], linewidth=0.5, alpha=0.5, label='each batch')
-    axs[0].plot([*losses], smooth.smooth, label='smoothed')
+    axs[0].plot([*losses], [*losses.values()], color=color(0), linewidth=0.5, label='each batch')
+    axs[0].plot([*losses], smooth.smooth, color=color(0), label='smoothed')
     axs[0].set(xlabel='batch', ylabel='training loss')
     axs[0].legend()
     path = Path(path).with_suffix(Path(path).suffix or '.png')

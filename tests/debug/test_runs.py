@@ -80,7 +80,7 @@ def fail_at_13(cb: Any) -> None:
         ),
         (lambda: Callback(after_batch=stop_at_13), 2, 'by Callback(after_batch=stop_at_13).'),
         (lambda: None, '13ba', 'stopped after 13 batches (2 epochs) by the budget.'),
-        (lambda: Callback(after_batch=fail_at_13), 2, 'is from after 12 batches (1 epochs)'),
+        (lambda: Callback(after_batch=fail_at_13), 2, 'within the fit, after 12 batches (1 epoch)'),
     ],
 )
 def test_what_has_stopped_a_run_is_named(
