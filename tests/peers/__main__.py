@@ -57,8 +57,18 @@ def run_bench(peer: Peer, bench: str) -> list[Row]:
             check=False,
         )
         if done.returncode:
-            raise BenchError(done.stdout)
+            raise make_error(done.stdout)
         return [Row(**row) for row in json.loads(file.read_text('utf-8'))]
+
+
+def make_error(output: str) -> Exception:
+    "Return the error of a bench: a library that the project's environment lacks, or the whole output."
+    last = (output.strip().splitlines() or [''])[-1]
+    if last.startswith('ModuleNotFoundError: '):
+        return InstallError(
+            f'{last}. The bench needs the environment of the second set-up command.'
+        )
+    return BenchError(output)
 
 
 def table(rows: Sequence[Row]) -> str:
