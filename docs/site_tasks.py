@@ -135,7 +135,7 @@ _ROWS = (
         'Find what is wrong',
         'Values that are not finite, batches to run again, hooks, and summaries of a model.',
         'callbacks.nan_guard callbacks.replay callbacks.hooks callbacks.model_summary debug.doc '
-        'debug.difference',
+        'debug.difference debug.runs',
     ),
     (
         'distributed',

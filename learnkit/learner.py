@@ -1387,7 +1387,7 @@ class Learner(Loop):
         self.parts.callbacks.notify('receive_log', name, value, weight, shown)
 
     def show_training_loop(self) -> None:
-        """Print the events of a fit in order with the callbacks that run at each, and who holds each seam of the loop.
+        """Print the events of a fit in order with the callbacks that run at each, and the features that replace a step.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().show_training_loop()  # doctest: +ELLIPSIS
@@ -1405,8 +1405,11 @@ class Learner(Loop):
             entry = m.event if m.is_note else f'- {m.event:<18}'
             callbacks = f' {cbs}' if cbs else ''
             print(f'{"  " * m.depth}{entry}{callbacks}'.rstrip())
-        for name in SEAMS:
-            print(f'seam {name:<7} {self.seams.holders.get(name, "-")}')
+        print(
+            'seams, each with the feature that runs its own function there; -: the loop runs its own'
+        )
+        for name, what in SEAMS.items():
+            print(f'seam {name:<7} {self.seams.holders.get(name, "-"):<12} {what}')
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
         """Detach the tensors of a nested batch; a loader's method `to_detach` overrides this method.
@@ -1520,7 +1523,7 @@ class Learner(Loop):
         >>> learn = synth_learner(n_train=1, cbs=Callback(before_batch=double))
         >>> with learn.no_bar(), learn.no_logging(), learn.trace() as changes: learn.fit(1)
         >>> print(next(c for c in changes if c.what == 'xb'))
-        epoch 0, batch 0, before_batch: Callback changed xb
+        epoch 0, batch 0, before_batch: Callback(before_batch=double) changed xb
         """
 
     @implemented_in('learnkit.callbacks.replay')

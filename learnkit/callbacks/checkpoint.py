@@ -465,6 +465,7 @@ class Checkpoint(CheckpointWriter, Callback):
             'train_iter': learn.train_iter,
             'callback_names': callback_names(learn),
             'n_epoch': learn.n_epoch,
+            'stopped_by': learn.run.stopped_by,
             'ranks': learn.world.size,
             'device': str(model_device(learn.model, learn.dls)),
             'callbacks': [keys[id(cb)] for cb in learn.cbs if is_repeated(cb)],

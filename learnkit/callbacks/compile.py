@@ -34,8 +34,9 @@ module keeps everything else unchanged too:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,8 @@ from learnkit.callbacks.step_plan import PassPlan, StepPlan
 from learnkit.callbacks.step_refusals import find_overrides, find_refusals, find_step_refusals
 from learnkit.callbacks.whole_step import NotCompiled, whole_step
 from learnkit.core.batch import describe, map_tensors, passed_names
-from learnkit.core.errors import StepPutOff
+from learnkit.core.errors import OptionError, StepPutOff
+from learnkit.core.hints import suggest_keyword
 from learnkit.engine.loss import total_loss
 from learnkit.engine.seams import run_passes, train_whole_batch
 
@@ -62,6 +64,7 @@ Outputs = tuple[Any, ...]
 
 def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
     "Compile the model or, with `step=True`, the whole training step."
+    _check_options(step, options)
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself
         warnings.simplefilter('ignore', DeprecationWarning)
@@ -70,6 +73,20 @@ def compile_learner(learn: Learner, *, step: bool, **options: Any) -> Any:
         else:
             learn.model._compiled_call_impl = torch.compile(make_caller(learn.model), **options)
     return learn
+
+
+def _check_options(step: Any, options: Mapping[str, Any]) -> None:
+    "Raise `OptionError` or `TypeError` for arguments that neither `learn.compile` nor `torch.compile` has."
+    if not isinstance(step, bool):
+        raise OptionError(
+            f'compile({step!r}): `step` is True or False. Pass options of torch.compile by name, as '
+            "`mode='reduce-overhead'`."
+        )
+    known = [name for name in signature(torch.compile).parameters if name != 'model']
+    for name in options:
+        if name not in known:
+            hint = suggest_keyword(name, ['step', *known])
+            raise TypeError(f'Learner.compile() got an unexpected keyword argument {name!r}.{hint}')
 
 
 def explain_step(learn: Learner) -> str:

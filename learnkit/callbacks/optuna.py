@@ -104,7 +104,7 @@ class OptunaPruning(Callback):
             pruned = self.trial.should_prune()
         if learn.world.broadcast(pruned):
             self._reason = f'{self.monitor} is {number:.6g} at step {step}.'
-            learn.run.stopping = True
+            learn.run.stop(type(self).__name__)
 
     def cleanup(self) -> None:
         "Raise `TrialPruned`, which ends the run after the cleanup of all other callbacks."

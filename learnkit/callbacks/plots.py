@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from fastcore.foundation import L
 from learnkit.callbacks.columns import Columns
 from learnkit.callbacks.history import describe_change
 from learnkit.core.errors import MetricError, did_you_mean
-from learnkit.core.plotting import axes_or_new, color, new_axes
+from learnkit.core.plotting import AxesList, axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.metrics.base import AvgSmoothLoss, Metric, is_scalar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Point = tuple[int, float]  # epoch and value
 Points = list[list[float]]  # [step, loss] each
+Rows = Sequence[Mapping[str, Any]]  # of a history
 
 
 class Plots:
@@ -113,42 +115,10 @@ class Plots:
         >>> [ax.get_ylabel() for ax in learn.recorder.plot_metrics()]
         ['loss']
         """
-        panels = self._make_panels(names)
-        pairs = enumerate(pairwise(self.history), 1)
-        starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
-        cols = min(len(panels), 3)
-        rows = ceil(len(panels) / cols)
-        axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))
-        for panel, (metric, lines) in zip(axs, panels.items(), strict=True):
-            draw_epochs(panel, starts, lines)
-            for epoch in dict.fromkeys(change['ep'] for change in self.history.changes):
-                draw_change(panel, epoch - 0.5)
-            panel.set_ylabel(metric)
-        return axs
-
-    def _make_panels(self, names: Any) -> dict[str, dict[str, list[Point]]]:
-        "Return the points of each metric by the loader that they were measured on."
         loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
-        requested = set(L(names))
-        known: set[str] = set()
-        panels: dict[str, dict[str, list[Point]]] = {}
-        for column in dict.fromkeys(name for row in self.history for name in row):
-            values = [(epoch, row.get(column)) for epoch, row in enumerate(self.history)]
-            points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
-            if column in ('fit', 'epoch', 'time') or not points:
-                continue
-            metric, source = _split_column(column, loader_names)
-            known |= {column, metric}
-            is_default = names is None and self.columns.is_shown(column)
-            if is_default or {column, metric} & requested:
-                panels.setdefault(metric, {})[source] = points
-        if not known:
-            raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
-        for name in sorted(requested - known):
-            raise MetricError(
-                f'{name} was not recorded.{did_you_mean(name, known)} There is {", ".join(sorted(known))}.'
-            )
-        return panels
+        columns = None if names is None else L(names)
+        panels = make_panels(self.history, loader_names, self.columns.is_shown, columns)
+        return draw_panels(panels, self.history, figsize)
 
     def plot_sched(
         self,
@@ -187,7 +157,57 @@ class Plots:
         return search.plot(skip_end, suggestions, nms, ax)
 
 
-def _split_column(column: str, loader_names: set[str]) -> tuple[str, str]:
+def make_panels(
+    history: Rows,
+    loader_names: Collection[str],  # names of the validation loaders
+    is_shown: Callable[[str], bool],  # whether a column is drawn by default
+    names: Iterable[str] | None = None,  # metrics or columns; None: those that are shown
+) -> dict[str, dict[str, list[Point]]]:
+    "Return the points of each metric by the loader that they were measured on."
+    requested = set(names or ())
+    known: set[str] = set()
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for column in dict.fromkeys(name for row in history for name in row):
+        values: list[tuple[int, Any]] = [
+            (epoch, row.get(column)) for epoch, row in enumerate(history)
+        ]
+        points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
+        if column in ('fit', 'epoch', 'time') or not points:
+            continue
+        metric, source = _split_column(column, loader_names)
+        known |= {column, metric}
+        is_default = names is None and is_shown(column)
+        if is_default or {column, metric} & requested:
+            panels.setdefault(metric, {})[source] = points
+    if not known:
+        raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
+    for name in sorted(requested - known):
+        raise MetricError(
+            f'{name} was not recorded.{did_you_mean(name, known)} There is {", ".join(sorted(known))}.'
+        )
+    return panels
+
+
+def draw_panels(
+    panels: Mapping[str, dict[str, list[Point]]],  # result of `make_panels`
+    history: Rows,
+    figsize: tuple[float, float] | None = None,  # size of the figure in inches
+) -> AxesList:
+    "Draw a panel for each metric in a new figure, and return the axes."
+    pairs = enumerate(pairwise(history), 1)
+    starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
+    cols = min(len(panels), 3)
+    rows = ceil(len(panels) / cols)
+    axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))
+    for panel, (metric, lines) in zip(axs, panels.items(), strict=True):
+        draw_epochs(panel, starts, lines)
+        for epoch in dict.fromkeys(change['ep'] for change in getattr(history, 'changes', [])):
+            draw_change(panel, epoch - 0.5)
+        panel.set_ylabel(metric)
+    return axs
+
+
+def _split_column(column: str, loader_names: Collection[str]) -> tuple[str, str]:
     "Split a column name into metric and loader: 'train_loss' is ('loss', 'train')."
     for source in ('train', 'valid'):
         if column.startswith(f'{source}_'):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import CallbackError, did_you_mean
+from learnkit.engine.callback import name_handler
 from learnkit.engine.dispatch import place_in_event, takes_every_event
 from learnkit.engine.events import METHODS, STEP_EVENTS, WILL_STEP
 from learnkit.engine.traits import trait_of
@@ -103,7 +104,7 @@ class Handlers:
             if event == WILL_STEP:
                 blocks.append((f'{name} decides which batches end with a step', switch))
             else:
-                blocks.append((f'{name}.{event} has to be called', switch))
+                blocks.append((f'{name_handler(cb, event)} has to be called', switch))
 
     def list_parts(self, takes_step: bool) -> list[Part]:
         "Return the parts of callbacks that are on, of the whole step or of the passes."

@@ -64,7 +64,7 @@ class FixedStopper(Stopper):
         "Check the time."
         if self.is_over():
             self.has_stopped = True
-            self.learn.run.stopping = True
+            self.learn.run.stop(type(self).__name__)
 
     after_epoch = after_iteration = after_batch
 

@@ -260,8 +260,8 @@ class CancelError(LearnkitError, RuntimeError):
     >>> with synth_learner(cbs=Callback(after_epoch=too_late)).no_bar() as learn:
     ...     try: learn.fit(1)
     ...     except CancelError as e: print(e)
-    CancelBatchException was raised in Callback.after_epoch (epoch 0, batch 1), where no batch level is open
-    (open: fit). It is legal from `before_batch` on, until `after_cancel_batch` or `after_batch` fires. ...
+    CancelBatchException was raised in Callback(after_epoch=too_late) (epoch 0, batch 1), where no batch level
+    is open (open: fit). It is legal from `before_batch` on, until `after_cancel_batch` or `after_batch` fires. ...
     """
 
 

@@ -43,12 +43,19 @@ _BEST_WEIGHTS = (
     '`SaveModelCallback()` saves the weights when they improve, and loads the best at the end of the fit; '
     'with `every_epoch=True` it saves every epoch, with `at_end=True` it keeps the last weights.'
 )
+_OF_LEARNER = (
+    'Loss, optimizer and metrics belong to the Learner: '
+    '`Learner(dls, model, loss_func, opt_func=Adam, metrics=accuracy)`.'
+)
 # parameters of another call, and names without an equal parameter: sentence to show
 _ELSEWHERE = {
     'device': 'The device belongs to the data: `DataLoaders(..., device=...)`.',
     'bs': 'The batch size belongs to the data: `DataLoaders.from_tensors(..., bs=...)`.',
     'n_epoch': 'The number of epochs belongs to the fit: `learn.fit(5)`.',
     'valid': 'Validation data belongs to the data: `Learner((train, valid), model, ...)`.',
+    'loss_func': _OF_LEARNER,
+    'opt_func': _OF_LEARNER,
+    'metrics': _OF_LEARNER,
     'keep_best': '`Checkpoint(keep_best=3)` keeps the three best checkpoints.',
     'restore_best_weights': _BEST_WEIGHTS,
     'save_best_only': _BEST_WEIGHTS,

@@ -18,7 +18,7 @@ class Kind:
 
 
 def _of_library(library: str, maker: str, *classes: str) -> Kind:
-    place = f'pass it to `{maker}`'
+    place = f'pass it to `{maker}` of `learnkit.interop`'
     return Kind(f'a callback of {library}', place, classes, maker)
 
 

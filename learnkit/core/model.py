@@ -5,6 +5,7 @@ A model with Composer's interface receives a whole batch, inputs and targets, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fastcore.basics import camel2snake
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -256,6 +258,25 @@ class EarlierBuffers:
 def name_of(f: Any) -> str:
     "Return the name of a function, or the class name of another object."
     return getattr(f, '__name__', None) or type(f).__name__
+
+
+def snake_case(
+    name: str,  # name of a class
+    suffix: str = '',  # end to leave out, unless it is the whole name
+) -> str:
+    """Return a name in snake_case; abbreviations such as IoU and mAP are one word.
+
+    >>> [snake_case(name) for name in ('TopKAccuracy', 'F1Score', 'BoxIoU', 'mAP')]
+    ['top_k_accuracy', 'f1_score', 'box_iou', 'map']
+    >>> snake_case('IoUMetric', 'Metric'), snake_case('Metric', 'Metric')
+    ('iou', 'metric')
+    """
+    bare = name.removesuffix(suffix) or name
+    # an `o` ("of", "over") between capitals, and a small letter before the first capital
+    bare = re.sub(r'(?<=[A-Z])o(?=[A-Z](?![a-z]))', 'O', bare)
+    bare = re.sub(r'^[a-z](?=[A-Z])', lambda m: m[0].upper(), bare)
+    snake: str = camel2snake(bare)
+    return snake
 
 
 def unwrap_partial(f: Any) -> Any:

@@ -27,6 +27,7 @@ def show_samples(
     vocab: Any = None,  # class names
     wrong: Sequence[int] = (),  # indices of the samples to mark
     figsize: tuple[float, float] | None = None,  # size of the figure of images, in inches
+    scale_each: bool = False,  # draw each image on its own scale, with its maximum in the title
 ) -> Any:
     "Draw images with details as titles and return the axes; return other inputs as a `Table`."
     details = {k: v for k, v in details.items() if not (isinstance(v, tuple) and not v)}
@@ -36,6 +37,8 @@ def show_samples(
     if images is None:
         return as_table(xb, {k: format_targets(v, n, vocab) for k, v in details.items()}, wrong)
 
+    if scale_each:
+        details = {**details, 'max': [format(image.max().item(), '.3g') for image in images]}
     all_masks = {k: as_mask(v, images) for k, v in details.items()}
     masks = {k: mask for k, mask in all_masks.items() if mask is not None}
     lines = {k: format_targets(v, n, vocab) for k, v in details.items() if all_masks[k] is None}
@@ -46,6 +49,8 @@ def show_samples(
     titles = ['\n'.join(row) for row in zip(*columns, strict=True)]
     if masks:
         return draw_masks(images, masks, titles, vocab, figsize)
+    if scale_each:
+        images = torch.cat([as_pictures(image[None]) for image in images])
     return draw_images(images, titles, wrong, figsize)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.optimizer_state import encode_value
-from learnkit.core.batch import tensors_in
+from learnkit.core.batch import short_repr, tensors_in
 from learnkit.core.errors import CancelException, CheckpointError, OptionError, add_note
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import is_number
@@ -31,8 +31,8 @@ from learnkit.debug.moment import Fit, Moment, StopBefore
 from learnkit.debug.record import Record
 from learnkit.debug.rewind import RecordedRun, list_runs
 from learnkit.debug.trace import WatchedTable, digest_tensors, read_watched, replace_tables
-from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import Entry, HandlerTable
+from learnkit.engine.callback import Callback, name_callback
+from learnkit.engine.dispatch import CallbackHost, Entry, HandlerTable
 from learnkit.engine.resumed_run import find_checkpoint_folder
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ _KINDS = (
     'loss_grad',
     'gradient',
 )
+_BATCHES = ('batch', 'xb', 'yb')  # quantities that consist of rows
+_MOST_ROWS = 8  # rows that a message names
 _POINTS = 16  # number of batches at which states are compared in one pass
 
 
@@ -72,7 +74,9 @@ class Difference:
 
     batch: int  # number of the batch, over all fits
     event: str  # event at which it was found; '' for the environment
-    callback: str  # class of the callback that made it; '' for the loop, the data or the start
+    # class of the callback that made it, with the function if it was made from functions; '' for
+    # the loop, the data or the start
+    callback: str
     what: str  # 'xb', 'hyper lr', 'weight 0.bias', 'random numbers', 'order of samples' ...
     others: list[str] = field(default_factory=list)  # all quantities that differ there
     # number of the first batch with another loss; None if all recorded losses are equal
@@ -80,9 +84,14 @@ class Difference:
     # losses of this batch; None for a batch without a loss
     losses: tuple[float | None, float | None] = (None, None)
     seen: str = ''  # what differs in the records, if all recorded losses are equal
+    # positions in the batch of the rows that differ; empty for another quantity than a batch
+    rows: list[int] = field(default_factory=list)
+    # indices of these rows in the data set of the first run; None if they are not known
+    indices: list[Any] | None = None
 
     def __str__(self) -> str:
         change = f'{self.callback} changed {self.what}' if self.callback else f'{self.what} differs'
+        change += self._describe_rows()
         texts = [f'batch {self.batch}, {self.event or "environment"}: {change}']
         if self.first_loss is not None:
             a, b = self.losses
@@ -90,6 +99,20 @@ class Difference:
         if self.seen:
             texts.append(f'all recorded losses are equal, and {self.seen}')
         return '; '.join(texts)
+
+    def _describe_rows(self) -> str:
+        "Return the rows that differ as a phrase after a space, or an empty string."
+        if not self.rows:
+            return ''
+        text = f' in row {_list_first(self.rows)} of the batch'
+        return text if self.indices is None else f'{text} (index {_list_first(self.indices)})'
+
+
+def _list_first(values: Sequence[Any]) -> str:
+    "Return the first values as text, with the number of the others."
+    others = len(values) - _MOST_ROWS
+    text = ', '.join(map(str, values[:_MOST_ROWS]))
+    return f'{text} and {others} more' if others > 0 else text
 
 
 def first_difference(
@@ -129,7 +152,7 @@ def first_difference(
     ...         with make(folder, *cbs).no_bar() as learn: learn.fit(1)
     ...     found = first_difference(make(f), make(g, Callback(before_batch=double)))
     >>> found.batch, found.event, found.callback, found.what
-    (7, 'before_batch', 'Callback', 'xb')
+    (7, 'before_batch', 'Callback(before_batch=double)', 'xb')
     """
     if not is_number(atol) or atol < 0:
         raise OptionError(f'atol={atol!r}: give a number, 0 or more.')
@@ -154,17 +177,25 @@ def first_difference(
     if found_there is None:  # the difference does not occur again
         place = symptom.batch, symptom.event, '', symptom.what, [symptom.what]
         return Difference(*place, *symptom.consequences)
-    return Difference(*found_there[:5], *symptom.consequences)
+    difference = Difference(*found_there[:5], *symptom.consequences)
+    return replace(difference, rows=found_there.rows, indices=found_there.indices)
 
 
 def _as_learner(o: Any, make: Callable[[Any], Learner] | None) -> Learner:
-    if not isinstance(o, (str, Path)):
-        return o
-    if make is None:
+    if isinstance(o, (str, Path)):
+        if make is None:
+            raise OptionError(
+                f'{o} is a folder: give `make=`, a function of it that returns the Learner.'
+            )
+        o, where = make(o), f'make({str(o)!r}) returned'
+    else:
+        where = 'first_difference() got'
+    if not isinstance(o, CallbackHost):
         raise OptionError(
-            f'{o} is a folder: give `make=`, a function of it that returns the Learner.'
+            f'{where} {short_repr(o)}: both runs are repeated, so give two Learners made as for training, or two '
+            'folders and `make=`.'
         )
-    return make(o)
+    return o  # type: ignore[return-value]  # a CallbackHost of this package is a Learner
 
 
 def _compare_environments(a: RecordedRun, b: RecordedRun) -> list[str]:
@@ -249,11 +280,11 @@ def _find_other_row(
 ) -> Symptom | None:
     "Return the first evaluation, or the first row of the history, in which two Recorders differ."
     found = []
-    for i, name in _find_other_entry(a['evaluations'], b['evaluations'], atol):
+    for i, name in find_other_row(a['evaluations'], b['evaluations'], atol):
         row, other = a['evaluations'][i], b['evaluations'][i]
         text = f'{name} after batch {row["ba"]} differs ({row[name]} and {other[name]})'
         found.append(Symptom(row['ba'], 'after_eval', name, seen=text))
-    for i, name in _find_other_entry(a['history'], b['history'], atol):
+    for i, name in find_other_row(a['history'], b['history'], atol):
         row, other = a['history'][i], b['history'][i]
         text = f'{name} of epoch {row["epoch"]} differs ({row[name]} and {other[name]})'
         end = _find_end_of_row(a, i, record)
@@ -261,8 +292,8 @@ def _find_other_row(
     return min(found, key=lambda symptom: symptom.end, default=None)
 
 
-def _find_other_entry(a: Rows, b: Rows, atol: float) -> list[tuple[int, str]]:
-    "Return the index of the first two rows that differ, and the column; empty without any."
+def find_other_row(a: Rows, b: Rows, atol: float) -> list[tuple[int, str]]:
+    "Return the index of the first two rows that differ, and the column, in a list; empty without any."
     for i, (row, other) in enumerate(zip(a, b, strict=False)):
         name = _find_other_value(row, other, atol)
         if name is not None:
@@ -435,17 +466,21 @@ class ObservedTable(WatchedTable):
             handler()
         except CancelException:
             if event is not None:
-                event.cancelled_by = type(cb).__name__
+                event.cancelled_by = name_callback(cb, event.event)
             raise
         finally:
             if event is not None:
-                event.after.append((type(cb).__name__, self._read(event.event)))
+                name = name_callback(cb, event.event)
+                event.after.append((name, self._read(event.event)))
 
     def _read(self, event: str) -> Values:
         learn = self.learn
         values = _read_state(learn, self.read)
         if event == 'after_draw':
             values['batch'] = self.read(learn.batch)
+        if self.read is digest_tensors:
+            loop = learn.__dict__
+            values |= {n: _digest_rows(loop[n]) for n in _BATCHES if n in values and n in loop}
         if event == 'after_draw' and learn.training:
             values['order of samples'] = learn.parts.positions.indices(learn)
         return values
@@ -458,6 +493,24 @@ def _find_reader(keep: bool) -> Callable[[Any], Any]:
 
 def _read_state(learn: Learner, read: Callable[[Any], Any]) -> dict[str, Any]:
     return read_watched(learn, read) | _read_optimizer(learn, read)
+
+
+def _digest_rows(batch: Any) -> list[Any]:
+    "Return the digest of a batch, and a list of sums of its rows for each tensor."
+    return [digest_tensors(batch), *map(_sum_rows, tensors_in(batch))]
+
+
+def _sum_rows(t: Tensor) -> list[int]:
+    "Return a sum of the bits of each row, which differs for rows that differ; empty for a tensor without rows."
+    if t.layout is not torch.strided or not t.dim() or not t.numel():
+        return []
+    flat = t.detach().reshape(len(t), -1).contiguous()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    bits = flat.view(integers.get(t.element_size(), torch.int64)).long()
+    g = torch.Generator().manual_seed(0)
+    weights = torch.randint(1, 2**62, (bits.shape[1],), generator=g) * 2 + 1
+    sums: list[int] = (bits * weights.to(bits.device)).sum(1).tolist()
+    return sums
 
 
 def _copy_tensors(o: Any) -> list[Tensor]:
@@ -579,24 +632,47 @@ class Found(NamedTuple):
     what: str
     others: list[str]
     is_from_start: bool  # whether the runs differ before the first event
+    rows: list[int]  # positions in the batch of the rows that differ
+    indices: list[Any] | None  # indices of these rows in the data set
 
 
 def _find_first(a: list[Observed], b: list[Observed], atol: float) -> Found | None:
     "Return the first difference, with all quantities that differ there."
     names = [[*(o.event for o in observed), 'the end'] for observed in (a, b)]
+    indices: list[Any] | None = None  # of the samples of the batch
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x.event == 'after_draw':
+            indices = x.before.get('order of samples')
         others = _list_other(x.before, y.before, atol)
         if others:
-            return Found(x.batch, x.event, '', others[0], others, i == 0)
+            rows = _find_rows(x.before, y.before, others[0], indices, atol)
+            return Found(x.batch, x.event, '', others[0], others, i == 0, *rows)
         others = _list_other(x.end, y.end, atol)
         if others:
             cause = _find_callback(x, y, others[0], atol)
-            return Found(x.batch, x.event, cause, others[0], others, False)
+            rows = _find_rows(x.end, y.end, others[0], indices, atol)
+            return Found(x.batch, x.event, cause, others[0], others, False, *rows)
         if names[0][i + 1] != names[1][i + 1]:
             cause = x.cancelled_by or y.cancelled_by
             what = f'event ({names[0][i + 1]} and {names[1][i + 1]})'
-            return Found(x.batch, x.event, cause, what, [], False)
+            return Found(x.batch, x.event, cause, what, [], False, [], None)
     return None
+
+
+def _find_rows(
+    x: Values, y: Values, what: str, indices: list[Any] | None, atol: float
+) -> tuple[list[int], list[Any] | None]:
+    "Return positions and indices of the rows that differ; none for a quantity without rows, or of other lengths."
+    parts = (x.get(what), y.get(what)) if what in _BATCHES else ([], [])
+    rows: set[int] = set()
+    for s, t in zip(*parts, strict=False):
+        if isinstance(s, str) or isinstance(t, str) or len(s) != len(t):
+            continue
+        rows |= {i for i, (p, q) in enumerate(zip(s, t, strict=True)) if not _are_close(p, q, atol)}
+    found = sorted(rows)
+    if not found or indices is None or len(indices) <= found[-1]:
+        return found, None
+    return found, [indices[i] for i in found]
 
 
 def _list_other(x: Values, y: Values, atol: float) -> list[str]:

@@ -19,7 +19,7 @@ from learnkit.core.batch import count_samples, find_bs, map_tensors, size_func_o
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.time import Time
 from learnkit.data.show import show_samples
-from learnkit.debug.record import Record, refuse
+from learnkit.debug.record import Jump, Record, measure_jumps, refuse
 from learnkit.debug.samples import LayerNorms, Rows, Samples, measure_samples
 from learnkit.debug.trace import digest_tensors
 from learnkit.engine.callback import Callback
@@ -173,9 +173,10 @@ class Moment:
     """The Learner as it was before a batch of an earlier run; `learn.rewind` returns it.
 
     `batch`, `xb`, `yb` are the batch as the loader gave it, before callbacks change it; `indices` are the positions of
-    its samples in the data set, or None if they are unknown. Each look (`step`, `play`, `samples`, `layers`) starts
-    from this moment again, and must find the same batch and its recorded loss. Otherwise it raises `CheckpointError`,
-    or warns if the moment was made with `rewind(exact=False)`. Changes are passed as arguments: `step(cbs=...)`.
+    its samples in the data set, or None if they are unknown. `jump` is the change of the recorded loss. Each look
+    (`step`, `play`, `samples`, `layers`) starts from this moment again, and must find the same batch and its recorded
+    loss. Otherwise it raises `CheckpointError`, or warns if the moment was made with `rewind(exact=False)`. Changes are
+    passed as arguments: `step(cbs=...)`.
     """
 
     def __init__(
@@ -207,7 +208,15 @@ class Moment:
         self._is_checked = False  # whether the step had the recorded loss
 
     def __repr__(self) -> str:
-        return f'Moment(before batch {self.ba}, epoch {self.learn.epoch}, indices={self.indices})'
+        place = f'before batch {self.ba}, epoch {self.learn.epoch}'
+        jump = '' if self.jump is None else f'; {self.jump}'
+        return f'Moment({place}{jump}; indices={self.indices})'
+
+    @property
+    def jump(self) -> Jump | None:
+        "Recorded change of the loss at this batch, or None if it is not known."
+        losses = {} if self._record is None else self._record.losses
+        return next((jump for jump in measure_jumps(losses) if jump.ba == self.ba), None)
 
     def step(
         self,

@@ -7,8 +7,58 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
 from learnkit.core.errors import CheckpointError
 from learnkit.core.validation import warn_user
+
+_NEARBY = 10  # batches on each side of a jump, whose jumps are the noise
+STANDS_OUT = (
+    10.0  # least size of a spike; losses of 1,000 batches with Gaussian noise jump by about 6
+)
+
+
+@dataclass(frozen=True)
+class Jump:
+    """Change of the loss from one batch to the next.
+
+    >>> print(Jump(11, 1.0, 5.0, 12.5))
+    loss 1 -> 5, 12.5 times the noise nearby
+    """
+
+    ba: int  # number of the batch after the change
+    before: float
+    after: float
+    size: float  # change over the noise: the median of the absolute changes of ten batches on each side
+
+    def __str__(self) -> str:
+        return f'loss {self.before:.4g} -> {self.after:.4g}, {self.size:.3g} times the noise nearby'
+
+
+def measure_jumps(
+    losses: Mapping[int, float],  # by the number of the batch
+) -> list[Jump]:
+    """Return the change of the loss at each batch but the first; a loss that is not finite has an infinite size.
+
+    >>> [jump.size for jump in measure_jumps({10: 1.0, 11: 2.0, 12: 1.0, 13: 6.0, 14: 5.0})]
+    [1.0, -1.0, 5.0, -1.0]
+    """
+    if len(losses) < 2:
+        return []
+    batches = [*losses]
+    values = np.array([*losses.values()])
+    with np.errstate(invalid='ignore'):
+        jumps = np.diff(values)
+    known = np.where(np.isfinite(jumps), np.abs(jumps), 0.0)
+    windows = sliding_window_view(np.pad(known, _NEARBY, mode='reflect'), 2 * _NEARBY + 1)
+    least = max(np.median(known) / 1000, np.finfo(float).tiny)  # noise of constant losses
+    sizes = jumps / np.median(windows, axis=-1).clip(least)
+    sizes[~np.isfinite(values[1:])] = np.inf
+    return [
+        Jump(batches[i + 1], float(values[i]), float(values[i + 1]), float(size))
+        for i, size in enumerate(sizes)
+    ]
 
 
 @dataclass(frozen=True)

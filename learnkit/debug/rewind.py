@@ -7,15 +7,14 @@ equal to the run's, bit for bit. The recorded losses of the run are compared wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
@@ -30,7 +29,7 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, Timestamp
 from learnkit.core.validation import warn_user
 from learnkit.debug.moment import Fit, Moment, StopBefore, list_attributes, seek
-from learnkit.debug.record import Record, read_record, refuse
+from learnkit.debug.record import STANDS_OUT, Record, measure_jumps, read_record, refuse
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.resumed_run import SAVE_POINTS, ResumeState, find_checkpoint_folder
 from learnkit.engine.traits import trait_of
@@ -38,8 +37,6 @@ from learnkit.optim.state import copy_value
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
-
-_NEARBY = 10  # batches on each side of a jump, whose jumps are the noise
 
 # -- the run in its folder -------------------------------------------------------------------------
 
@@ -131,23 +128,23 @@ def find_run(folder: Path, until: Time) -> RecordedRun:
 def find_spike(losses: Mapping[int, float]) -> Time:
     """Return the time of the batch with the largest jump of the loss, or of the first loss that is not finite.
 
-    A jump is divided by the noise there: the median of the absolute jumps of ten batches on each side.
+    A jump is divided by the noise there: the median of the absolute jumps of ten batches on each side. Warns if the
+    largest jump is less than ten times the noise.
 
-    >>> find_spike({10: 1.0, 11: 5.0, 12: 4.0})
-    Time('11ba')
+    >>> find_spike({10: 1.0, 11: 1.1, 12: 1.0, 13: 5.0, 14: 4.9})
+    Time('13ba')
     """
     if len(losses) < 2:
         raise CheckpointError('The run has recorded no losses, so there is no spike: give a time.')
-    batches, values = [*losses], np.array([*losses.values()])
-    odd = np.flatnonzero(~np.isfinite(values))
-    if len(odd):
-        return Time(batches[odd[0]], 'ba')
-    jumps = np.diff(values)
-    sizes = np.abs(jumps)
-    windows = sliding_window_view(np.pad(sizes, _NEARBY, mode='edge'), 2 * _NEARBY + 1)
-    least = max(np.median(sizes) / 1000, np.finfo(float).tiny)  # noise of constant losses
-    noise = np.median(windows, axis=-1).clip(least)
-    return Time(batches[int(np.argmax(jumps / noise)) + 1], 'ba')
+    odd = next((ba for ba, loss in losses.items() if not math.isfinite(loss)), None)
+    if odd is not None:
+        return Time(odd, 'ba')
+    spike = max(measure_jumps(losses), key=lambda jump: jump.size)
+    if spike.size < STANDS_OUT:
+        warn_user(
+            f'rewind(spike=True): no batch stands out. The largest jump is at batch {spike.ba}: {spike}.'
+        )
+    return Time(spike.ba, 'ba')
 
 
 def find_inexact(learn: Learner, run: RecordedRun, origin: Entry | None) -> list[str]:

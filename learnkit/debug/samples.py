@@ -21,7 +21,7 @@ from learnkit.core.batch import (
     tensors_in,
 )
 from learnkit.core.errors import LossError
-from learnkit.core.html import never_raising, table
+from learnkit.core.html import never_raising, table, text_table
 from learnkit.core.plotting import encode_figure, pyplot
 from learnkit.data.show import show_samples
 from learnkit.engine.callback import Callback
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 _MOST = 1 << 26  # elements of per-sample gradients that are computed together
-_SHOWN = 12  # samples with pictures
+_SHOWN = 8  # samples in the display
 # errors of `torch.func` for models that it cannot transform
 _UNSUPPORTED = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 
@@ -45,7 +45,10 @@ class Rows(list[dict[str, Any]]):
 
 
 class Samples(Rows):
-    "Samples of a batch as dicts, worst first; in a notebook a table, with pictures of the first ones."
+    """Samples of a batch as dicts, worst first.
+
+    They are displayed as a table of the first eight, in a notebook with their pictures. Each picture
+    has a scale of its own, and its largest value in the title."""
 
     def __init__(
         self,
@@ -55,9 +58,23 @@ class Samples(Rows):
         super().__init__(rows)
         self._xb = xb
 
+    def __repr__(self) -> str:
+        first = self[:_SHOWN]
+        names = [*first[0]] if first else []
+        rows = [[str(_format(row[name])) for name in names] for row in first]
+        lines = [text_table([names, *rows], range(len(names)))] if first else ['no samples']
+        return '\n'.join([*lines, *self._list_hidden()])
+
     @never_raising
     def _repr_html_(self) -> str:
-        return (super()._repr_html_() or '') + self._draw()
+        rows = Rows(self[:_SHOWN])._repr_html_() or ''
+        hidden = ''.join(f'<div>{line}</div>' for line in self._list_hidden())
+        return rows + hidden + self._draw()
+
+    def _list_hidden(self) -> list[str]:
+        "Return a line about the samples that are not displayed, if there are any."
+        hidden = len(self) - _SHOWN
+        return [f'... and {hidden} more samples, with smaller losses'] if hidden > 0 else []
 
     def _draw(self) -> str:
         "Return the inputs of the first samples as HTML."
@@ -65,12 +82,13 @@ class Samples(Rows):
         rows = [row['position'] for row in first]
         xb = take_rows(self._xb, len(self), rows)
         details = {name: [row[name] for row in first] for name in ('index', 'loss')}
-        shown = show_samples(xb, details)
+        shown = show_samples(xb, details, scale_each=True)
         if not hasattr(shown, 'figure'):
             return str(shown._repr_html_())
         content = encode_figure(shown.figure)
         pyplot().close(shown.figure)
-        return f'<img alt="" src="data:image/png;base64,{content}">'
+        text = f'Inputs of the {len(first)} samples with the largest losses, each with its index, loss and maximum'
+        return f'<img class="picture" alt="{text}" src="data:image/png;base64,{content}">'
 
 
 def _format(value: Any) -> Any:

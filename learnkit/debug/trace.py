@@ -22,6 +22,7 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.digest import digest
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.random import capture_rng
+from learnkit.engine.callback import name_callback
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import METHODS, canonical_event
 
@@ -61,7 +62,7 @@ class Change(NamedTuple):
     event: str
     epoch: int
     batch: int
-    callback: str
+    callback: str  # its class, as 'Mixup'; for functions 'Callback(after_batch=f)'
     what: str  # 'xb', 'pred', 'loss', 'hyper lr', 'weight 0.bias', 'random numbers' ...
     is_observer: bool
 
@@ -214,7 +215,7 @@ class TracedTable(WatchedTable):
             handler()
         finally:
             after = read_watched(self.learn)
-            cb_name = type(cb).__name__
+            cb_name = name_callback(cb, name)
             is_observer = bool(getattr(cb, 'observer', False))
             self.trace += [
                 Change(name, self.learn.epoch, self.learn.iter, cb_name, what, is_observer)

@@ -310,7 +310,7 @@ class DistributedTraining(Callback):
         learn.world.post('clock', learn.parts.counters.elapsed())
         result = exchange()
         if learn.world.value('stop'):
-            learn.run.stopping = True
+            learn.run.stop('another process')
         if learn.world.value('pause') and learn.run.request is not None:
             learn.run.request.make()
         return result

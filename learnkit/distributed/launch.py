@@ -11,6 +11,7 @@ import sys
 import traceback
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping
+from inspect import signature
 from math import inf
 from pathlib import Path
 from shutil import rmtree
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from learnkit.core.errors import DistributedError
+from learnkit.core.batch import short_repr
+from learnkit.core.errors import DistributedError, OptionError
+from learnkit.core.model import name_of
 from learnkit.core.optional import import_library
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import check_count
@@ -48,6 +51,7 @@ def launch(
     **options: Any,  # further arguments of `DistributedTraining`
 ) -> Any:
     "Implement `Learner.launch`."
+    _check_function(fn)
     check_count('nproc', nproc)
     if learn.run.depth or learn.world.size > 1:
         raise DistributedError('launch() inside a run, or in one of several processes.')
@@ -60,6 +64,25 @@ def launch(
         result = torch.load(folder / _RESULT, map_location='cpu', weights_only=False)
         learn.load_checkpoint_state(result['learner'])
         return result['result']
+
+
+def _check_function(fn: Any) -> None:
+    "Raise `OptionError` unless a function can be called with the Learner."
+    if not callable(fn):
+        raise OptionError(
+            f'launch({short_repr(fn)}): pass a function of the Learner, as `lambda learn: learn.fit(3)`.'
+        )
+    try:
+        parameters = signature(fn)
+    except (TypeError, ValueError):  # a function in C has no signature
+        return
+    try:
+        parameters.bind(None)
+    except TypeError as e:
+        raise OptionError(
+            f'launch({name_of(fn)}): each process calls the function with its Learner, and it cannot be called so '
+            f'({e}). Write `lambda learn: learn.fit(3)`.'
+        ) from None
 
 
 # -- payload for the processes ---------------------------------------------------------------------

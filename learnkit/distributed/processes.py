@@ -23,7 +23,7 @@ from learnkit.distributed.failures import Failures
 from learnkit.distributed.global_batch import GlobalBatch
 from learnkit.engine.processes import OneProcess
 from learnkit.engine.resumed_run import ResumeState
-from learnkit.engine.run import open_run
+from learnkit.engine.run import name_stopper, open_run
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -99,6 +99,7 @@ class ManyProcesses(OneProcess):
     def stop(self, learn: Learner) -> None:
         "Request the end of the fit; the fit ends when all ranks have received the request."
         if learn.fitting:
+            learn.run.stopped_by = learn.run.stopped_by or name_stopper(learn)
             learn.world.post('stop', 1.0)
         else:
             super().stop(learn)

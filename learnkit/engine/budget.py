@@ -147,7 +147,7 @@ class Budget(Stopper):
         if share < 1 or self.learn.run.stopping:
             return
         self.has_stopped = True
-        self.learn.run.stopping = True  # on every rank, because all ranks count the same amount
+        self.learn.run.stop('the budget')  # on every rank, because all ranks count the same amount
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
-from fastcore.basics import camel2snake
 from typing_extensions import override
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
-from learnkit.core.model import name_of, unwrap_partial
+from learnkit.core.model import name_of, snake_case, unwrap_partial
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.counters import Every
@@ -425,7 +424,29 @@ def _has_attribute(learn: object, name: str) -> bool:
 
 @cache
 def _shorten_class_name(cls: str) -> str:
-    return camel2snake(cls.removesuffix('Callback') or cls)
+    return snake_case(cls, 'Callback')
+
+
+def name_callback(
+    cb: object,  # callback of this package, of a user or of another package
+    event: str,  # event at which it runs
+) -> str:
+    """Return the class name of a callback; for a `Callback` that was made from functions, with that of the event.
+
+    >>> name_callback(Callback(), 'after_fit'), name_callback(Callback(after_fit=print), 'after_fit')
+    ('Callback', 'Callback(after_fit=print)')
+    """
+    cls = type(cb).__name__
+    handler = getattr(cb, '__dict__', {}).get(event)
+    if type(cb) is not Callback or not isinstance(handler, MethodType):
+        return cls
+    return f'{cls}({event}={name_of(unwrap_partial(handler.__func__))})'
+
+
+def name_handler(cb: object, event: str) -> str:
+    "Return the name of the handler of an event, as `Recorder.after_batch` or `Callback(after_batch=f)`."
+    name = name_callback(cb, event)
+    return name if '(' in name else f'{name}.{event}'
 
 
 def check_handlers(cb: Callback) -> None:

@@ -17,7 +17,7 @@ from learnkit.core.batch import count_samples, describe, find_bs, microbatches, 
 from learnkit.core.errors import BatchError
 from learnkit.core.validation import warn_user
 from learnkit.engine.resumed_run import ResumeState
-from learnkit.engine.run import end_run, open_run
+from learnkit.engine.run import end_run, name_stopper, open_run
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -83,7 +83,7 @@ class OneProcess:
 
     def stop(self, learn: Learner) -> None:
         "End the fit after the current batch or epoch."
-        learn.run.stopping = True
+        learn.run.stop(name_stopper(learn))
 
     def pause(self, learn: Learner) -> None:
         "Pause the fit after the current batch or epoch."

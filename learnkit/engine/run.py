@@ -27,7 +27,7 @@ from learnkit.core.model import check_can_run, preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import forget_workers
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, name_callback, name_handler
 from learnkit.engine.composer_model import HOLDER, composer_seams
 from learnkit.engine.dispatch import (
     format_place,
@@ -55,6 +55,7 @@ class Run:
     depth: int = 0  # number of open runs: 1 in a fit, 2 in a validate() inside it
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
+    stopped_by: str = ''  # what has stopped the fit: a callback, 'learn.stop()', 'the budget'
     repeating: bool = False  # a step evaluates the batch again, which callbacks do not record
     # a fit with `resume=` has found no checkpoint of the run that wrote its files
     starts_over: bool = False
@@ -90,6 +91,14 @@ class Run:
     def is_active(self) -> bool:
         "True from the start of a run until its cleanup begins."
         return self.depth > 0 and self.kind != CLEANUP
+
+    def stop(
+        self,
+        by: str,  # what stops the fit
+    ) -> None:
+        "End the fit after the current batch or epoch; the first that has stopped it is recorded."
+        self.stopping = True
+        self.stopped_by = self.stopped_by or by
 
 
 def refuse_run(learn: Learner, value: object) -> None:
@@ -235,6 +244,7 @@ def _reset_run(learn: Learner, error: BaseException | None) -> None:
     learn.resumed = False
     learn.error = None
     run.stopping = run.starts_over = False
+    run.stopped_by = ''
     for cb in callbacks:
         if not cb.run:
             cb.run = True
@@ -252,6 +262,12 @@ def forget_run(learn: Learner) -> None:
         learn.opt.zero_grad()
 
 
+def name_stopper(learn: Learner) -> str:
+    "Return the name of the callback whose handler calls `learn.stop()`, or 'learn.stop()'."
+    running = list_running(learn)
+    return name_callback(*running[0]) if running else 'learn.stop()'
+
+
 def is_open(learn: Learner, level: str) -> bool:
     "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
     # an override of `_with_events` may not update `run.levels`
@@ -265,7 +281,7 @@ def note_error(learn: Learner, e: BaseException, cb: Callback, event_name: str) 
     Raises `CancelError` for a Cancel exception whose level is not open.
     """
     evaluation = ', in an evaluation' if is_open(learn, 'validate') else ''
-    where = f'{type(cb).__name__}.{event_name} ({format_place(learn)}{evaluation})'
+    where = f'{name_handler(cb, event_name)} ({format_place(learn)}{evaluation})'
     if not isinstance(e, CancelException):
         add_place(e, where)
         if learn.run.request is not None:

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seams of the loop: five places where a feature runs its own function in place of the loop's.
 
-| seam | what the function does | default |
-|---|---|---|
-| `source` | gives the epochs, and the batches of a loader | `range`, `iter` |
-| `model` | calls the model on the batch, and returns its output | `model(*xb)` |
-| `loss` | returns the loss of the output | `loss_func(pred, *yb)` |
-| `batch` | trains on the batch | forward, loss, backward, step |
-| `step` | takes the step of the optimizer | `opt.step()` |
+| seam | the function of the loop |
+|---|---|
+| `source` | `range`, `iter` |
+| `model` | `model(*xb)` |
+| `loss` | `loss_func(pred, *yb)` |
+| `batch` | forward, loss, backward, step |
+| `step` | `opt.step()` |
 
 A function at `batch` that runs forward and backward several times, such as microbatches, asks for a
 further function, `passes`, which runs them once.
 
-Each function is called with the Learner; the function of `loss` also gets the output of the model.
-`source` is an object with the methods of `Source`. A feature is an object with a name, `holder`, and a
-method `seams(learn)`, which returns its functions in a fit by seam, or None. It is one of `learn.parts`
-or of `learn.seams.features`. A fit takes the seams for its features, and gives them back at its end. Two
-features that want the same seam are refused before the first batch.
+`SEAMS` says what each function does. Each function is called with the Learner; the function of `loss`
+also gets the output of the model. `source` is an object with the methods of `Source`. A feature is an
+object with a name, `holder`, and a method `seams(learn)`, which returns its functions in a fit by seam,
+or None. It is one of `learn.parts` or of `learn.seams.features`. A fit takes the seams for its features,
+and gives them back at its end. Two features that want the same seam are refused before the first batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from learnkit.engine.positions import Source
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-SEAMS = ('source', 'model', 'loss', 'batch', 'step')
+# what the function at each seam does
+SEAMS = {
+    'source': 'gives the epochs, and the batches of a loader',
+    'model': 'calls the model on the batch',
+    'loss': 'computes the loss of the output',
+    'batch': 'trains on the batch',
+    'step': 'takes the step of the optimizer',
+}
 
 
 class Seams:

@@ -30,5 +30,6 @@ def ask_stoppers(learn: Learner) -> None:
     stoppers = [cb for cb in learn.cbs if isinstance(cb, Stopper) and cb.has_stopped]
     for cb in stoppers:
         cb.has_stopped = cb.is_over()
-    if stoppers:
-        learn.run.stopping = any(cb.has_stopped for cb in stoppers)
+    if stoppers and not any(cb.has_stopped for cb in stoppers):
+        learn.run.stopping = False
+        learn.run.stopped_by = ''

@@ -15,7 +15,6 @@ from math import isclose, isfinite, nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from fastcore.basics import class2attr
 from fastcore.foundation import L
 from torch import Tensor, nn
 from typing_extensions import override
@@ -24,7 +23,7 @@ from learnkit.core.batch import count_samples, describe, short_repr, to_detach
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError
 from learnkit.core.kinds import LOSS, METRIC, MODEL, explain_kind, find_kind
-from learnkit.core.model import bare_model, unwrap_partial, whole_batch
+from learnkit.core.model import bare_model, snake_case, unwrap_partial, whole_batch
 from learnkit.core.validation import logits_hint, warn_user
 from learnkit.metrics.base import Mean, Metric, is_scalar, measured_pred, widen
 from learnkit.metrics.undefined import compute_or_nan
@@ -230,7 +229,7 @@ class TorchMetric(Metric):
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.metric = metric
-        self._name = name or class2attr(metric, 'Metric')
+        self._name = name or snake_case(type(metric).__name__, 'Metric')
         self.on = check_on(on)
         self._updates = 0
 
@@ -513,7 +512,7 @@ def measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
 
 def _func_name(func: Any) -> str:
     func = unwrap_partial(func)
-    return getattr(func, '__name__', None) or class2attr(func, 'Metric')
+    return getattr(func, '__name__', None) or snake_case(type(func).__name__, 'Metric')
 
 
 def _is_fastai_metric(m: Any) -> bool:

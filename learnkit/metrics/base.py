@@ -8,7 +8,6 @@ from math import fsum, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastcore.basics import class2attr
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,6 +15,7 @@ from learnkit.core.activation import find_scores
 from learnkit.core.batch import describe
 from learnkit.core.device import has_streams
 from learnkit.core.errors import MetricError
+from learnkit.core.model import snake_case
 from learnkit.metrics.merge import Accumulates
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Metric(Accumulates):
     @property
     def name(self) -> str:
         "Name of the column; by default the class name in snake_case, without a trailing 'Metric'."
-        return self._name or class2attr(self, 'Metric')
+        return self._name or snake_case(type(self).__name__, 'Metric')
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({self.name})'

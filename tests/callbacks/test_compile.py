@@ -19,7 +19,7 @@ from learnkit import (
     Learner,
     TrainEvalCallback,
 )
-from learnkit.core.errors import LossError
+from learnkit.core.errors import LossError, OptionError
 from tests.helpers.compiling import (
     Backend,
     compiled,
@@ -34,6 +34,17 @@ pytestmark = needs_whole_step
 
 has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')
+
+
+def test_options_that_torch_does_not_have_are_refused() -> None:
+    for step in (False, True):
+        for name in ('loss', 'optimizer', 'metrics'):
+            with pytest.raises(TypeError, match=f"'{name}'. .* `Learner.dls, model, loss_func"):
+                learner().compile(step=step, **{name: 'mse'})
+        with pytest.raises(TypeError, match='Did you mean `fullgraph`'):
+            learner().compile(step=step, fullgraf=True)
+    with pytest.raises(OptionError, match="`mode='reduce-overhead'`"):
+        learner().compile('reduce-overhead')  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------- same numbers

@@ -54,8 +54,9 @@ def test_a_callbacks_error_has_its_place_and_no_hint() -> None:
         raise make_error()
 
     _, e = fail(nn.Linear(1, 1), cbs=Callback(before_batch=act))
-    assert e.__notes__ == [NOTE, 'in Callback.before_batch (epoch 0, batch 0)']
-    assert list_places(e) == ('Callback.before_batch (epoch 0, batch 0)',)
+    place = 'Callback(before_batch=act) (epoch 0, batch 0)'
+    assert e.__notes__ == [NOTE, f'in {place}']
+    assert list_places(e) == (place,)
 
 
 def test_a_rank_reports_the_recorded_place() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from learnkit import Callback, Checkpoint, DataLoaders, FixedStopper, GradientClip, Learner
 from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
-from learnkit.debug.difference import Difference, first_difference
+from learnkit.debug.difference import Difference, _sum_rows, first_difference
 from learnkit.optim import Adam
 from tests.helpers.learners import quiet_learner
 
@@ -127,6 +127,61 @@ def is_found(found: Difference | None, expected: Expected) -> bool:
 def test_a_planted_difference_is_named(kind: str, tmp_path: Path) -> None:
     found, expected = compare(kind, 8, 0, tmp_path)
     assert is_found(found, expected), f'{found!r}, expected {expected}'
+
+
+@pytest.mark.parametrize('atol', [0.0, 1e-6])
+def test_the_rows_that_differ_are_named(atol: float, tmp_path: Path) -> None:
+    def change_rows(learn: Learner) -> None:
+        learn.xb = (learn.xb[0].clone(),)
+        learn.xb[0][[2, 5]] += 1
+        drawn.append(learn.parts.positions.indices(learn))
+
+    drawn: list[Any] = []
+    plants: dict[str, list[Any]] = {'a': [], 'b': [Plant('before_batch', 8, change_rows)]}
+    for name, cbs in plants.items():
+        with make(tmp_path / name, *cbs).no_bar() as learn:
+            learn.fit(EPOCHS)
+    indices = [drawn[0][i] for i in (2, 5)]
+    learners = [make(tmp_path / name, *cbs) for name, cbs in plants.items()]
+    found = first_difference(*learners, atol=atol)
+    assert found is not None and (found.batch, found.what) == (8, 'xb')
+    assert (found.rows, found.indices) == ([2, 5], indices)
+    assert f'in row 2, 5 of the batch (index {indices[0]}, {indices[1]})' in str(found)
+
+
+def test_a_wrong_row_of_the_data_is_named(tmp_path: Path) -> None:
+    def make_with(name: str, wrong: bool) -> Learner:
+        learn = make(tmp_path / name)
+        learn.dls.train.dataset.x[33] *= 2 if wrong else 1
+        return learn
+
+    for name in 'ab':
+        with make_with(name, name == 'b').no_bar() as learn:
+            learn.fit(1)
+    found = first_difference(make_with('a', False), make_with('b', True))
+    assert found is not None and (found.event, found.what) == ('after_draw', 'batch')
+    assert len(found.rows) == 1 and found.indices == [33]
+
+
+def test_only_a_few_of_many_rows_are_named() -> None:
+    text = str(Difference(7, 'before_batch', 'Noise', 'xb', ['xb'], rows=[*range(20)]))
+    assert text.endswith('in row 0, 1, 2, 3, 4, 5, 6, 7 and 12 more of the batch')
+
+
+def test_sums_of_rows_differ_for_rows_that_differ() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool):
+        t = torch.tensor([[0, 1], [1, 0], [0, 1], [0, 0]]).to(dtype)
+        a, b, c, d = _sum_rows(t)
+        assert a == c and len({a, b, d}) == 3
+    assert _sum_rows(torch.tensor(1.0)) == _sum_rows(torch.zeros(3, 0)) == []
+
+
+@pytest.mark.parametrize('wrong', [[{'epoch': 0}], 3, None])
+def test_what_is_no_learner_is_refused(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match='two Learners'):
+        first_difference(wrong, make(tmp_path))
+    with pytest.raises(OptionError, match=r'make\(.* returned'):
+        first_difference(tmp_path / 'a', tmp_path / 'b', make=lambda folder: wrong)
 
 
 @pytest.mark.full

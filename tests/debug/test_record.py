@@ -7,7 +7,7 @@ import torch
 
 from learnkit import Callback
 from learnkit.core.errors import CancelBatchException, CheckpointError
-from learnkit.debug.record import Record, read_record, refuse
+from learnkit.debug.record import Record, measure_jumps, read_record, refuse
 from learnkit.testing import synth_learner
 
 NAN = float('nan')
@@ -63,3 +63,24 @@ def test_the_recorder_notes_batches_without_a_loss() -> None:
         assert sorted({*range(20)} - {*record.losses}) == [2, 12]
         learn.fit(1)
     assert learn.recorder.state_dict()['skipped'].tolist() == [2]
+
+
+def test_a_jump_is_measured_by_the_jumps_nearby() -> None:
+    losses = {ba: 1.0 + 0.1 * (-1) ** ba for ba in range(40, 100)}
+    losses[70] += 3.0
+    jumps = {jump.ba: jump for jump in measure_jumps(losses)}
+    assert sorted(jumps) == [*range(41, 100)]
+    spike = jumps[70]
+    assert (spike.before, spike.after) == (losses[69], losses[70])
+    # of 21 jumps nearby, 19 have the absolute value 0.2
+    assert spike.size == pytest.approx((losses[70] - losses[69]) / 0.2)
+    assert jumps[90].size == pytest.approx(1.0) and jumps[71].size < 0
+    assert measure_jumps({3: 1.0, 4: NAN})[0].size == float('inf')
+    assert measure_jumps({3: 1.0}) == []
+
+
+def test_the_first_and_the_last_jump_are_no_noise_by_themselves() -> None:
+    "The jump at the edge, which is small here, counts once."
+    losses = [2.0, 2.001, *(1.0 + 0.1 * (-1) ** i for i in range(20))]
+    sizes = [jump.size for jump in measure_jumps(dict(enumerate(losses)))]
+    assert max(map(abs, sizes)) < 10

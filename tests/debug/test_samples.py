@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from learnkit import Callback, CutMix, DataLoaders, Learner, MixUp
 from learnkit.core.errors import LossError
+from learnkit.core.plotting import pyplot
+from learnkit.data.show import show_samples
 from learnkit.debug import samples
-from learnkit.debug.samples import measure_samples
+from learnkit.debug.samples import Samples, measure_samples
 
 
 class ByName(nn.Module):
@@ -178,3 +180,22 @@ def test_pictures() -> None:
     rows = [{'position': i, 'loss': 1.0 - i, 'share': 0.5, 'index': i} for i in range(2)]
     html = str(samples.Samples(rows, (torch.rand(2, 1, 4, 4),))._repr_html_())
     assert html.count('<img') == 1 and html.count('<tr>') == 3
+
+
+def test_eight_samples_are_displayed_each_on_its_own_scale() -> None:
+    pytest.importorskip('matplotlib')
+    images = torch.rand(20, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    images[3] *= 60 / images[3].max()
+    rows = [{'position': i, 'loss': 20.0 - i, 'index': 100 + i} for i in range(20)]
+    shown = Samples(rows, (images,))
+    lines = repr(shown).splitlines()
+    assert [line.split()[0] for line in lines[1:9]] == [*'01234567']
+    assert lines[9].startswith('... and 12 more') and len(lines) == 10
+    html = shown._repr_html_()
+    assert html is not None and html.count('<tr>') == 9 and 'alt="Inputs of the 8 samples' in html
+    axs = show_samples((images[:8],), {'index': [*range(8)]}, scale_each=True)
+    assert axs[3].get_title().endswith('max 60')
+    largest = [ax.images[0].get_array().max() for ax in axs]
+    assert largest == pytest.approx([min(image.max().item(), 1.0) for image in images[:8]])
+    pyplot().close('all')
+    assert repr(Samples([], (images[:0],))) == 'no samples'

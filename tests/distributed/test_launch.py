@@ -26,6 +26,14 @@ pytest.importorskip('cloudpickle')
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.parametrize('fn', [lambda: 3, lambda learn, n: n, lambda *, n: n])
+def test_a_function_that_does_not_take_the_learner_is_refused(fn: Any) -> None:
+    with pytest.raises(OptionError, match=r'launch\(<lambda>\).*`lambda learn: learn.fit\(3\)`'):
+        line().launch(fn, nproc=2)
+    with pytest.raises(OptionError, match=r'launch\(3\)'):
+        line().launch(3, nproc=2)  # type: ignore[arg-type]
+
+
 def line() -> Learner:
     torch.manual_seed(3)
     halved = lambda params, lr: SGD(params, lr=lr / 2, mom=0.9)  # a notebook's function

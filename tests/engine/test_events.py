@@ -92,7 +92,7 @@ def test_show_training_loop_prints_each_moment_with_its_callbacks(
     learn = synth_learner(default_cbs=False, cbs=[Watch, Callback(before_fit=print)])
     learn.show_training_loop()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(LIFECYCLE) + len(SEAMS)
+    assert len(lines) == len(LIFECYCLE) + 1 + len(SEAMS)
     for line, m in zip(lines, LIFECYCLE, strict=False):
         assert line.startswith('  ' * m.depth) and not line[2 * m.depth :].startswith(' ')
         assert line.split()[0 if m.is_note else 1] == m.event.split()[0]

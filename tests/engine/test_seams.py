@@ -151,7 +151,11 @@ def test_who_holds_a_seam_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     learn = synth_learner(microbatch=4)
     learn.fit(1, cbs=Callback(before_train=lambda cb: cb.learn.show_training_loop()))
     lines = capsys.readouterr().out.splitlines()
-    assert 'seam batch   microbatch' in lines and 'seam model   -' in lines
+    shown = [line.split(maxsplit=3) for line in lines if line.startswith('seam ')]
+    holders = {name: holder for _, name, holder, _ in shown}
+    assert [*holders] == [*SEAMS]
+    assert holders['batch'] == 'microbatch' and holders['model'] == '-'
+    assert [line[3] for line in shown] == [*SEAMS.values()]
 
 
 def test_a_loop_without_default_callbacks_trains() -> None:

@@ -8,8 +8,17 @@ import torch
 from hypothesis import given, strategies as st
 
 from learnkit.core.errors import MetricError
-from learnkit.metrics.base import SEND_EVERY, AvgSmoothLoss, Mean
+from learnkit.metrics.base import SEND_EVERY, AvgSmoothLoss, Mean, Metric
 from tests.helpers.measuring import Watched, devices, watch_reads
+
+
+@pytest.mark.parametrize(
+    ('cls', 'column'),
+    [('IoU', 'iou'), ('MeanIoUMetric', 'mean_iou'), ('mAP', 'map'), ('TopK', 'top_k')],
+)
+def test_an_abbreviation_is_one_word(cls: str, column: str) -> None:
+    assert type(cls, (Metric,), {})().name == column
+
 
 # ---------------------------------------------------------------- Mean
 

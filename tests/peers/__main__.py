@@ -4,7 +4,8 @@
     python -m tests.peers fastai --write   # one package, and write its part of the page
     python -m tests.peers wild --sources FOLDER   # callbacks of users, from copies of their repositories
 
-A package that cannot be installed is skipped, and so are users' callbacks without their sources."""
+A package that cannot be installed is skipped and named in the last line, and the exit code is 1 unless
+`--allow-skipped` is given. Users' callbacks are left out without their sources."""
 
 from __future__ import annotations
 
@@ -56,8 +57,18 @@ def run_bench(peer: Peer, bench: str) -> list[Row]:
             check=False,
         )
         if done.returncode:
-            raise BenchError(done.stdout)
+            raise make_error(done.stdout)
         return [Row(**row) for row in json.loads(file.read_text('utf-8'))]
+
+
+def make_error(output: str) -> Exception:
+    "Return the error of a bench: a library that the project's environment lacks, or the whole output."
+    last = (output.strip().splitlines() or [''])[-1]
+    if last.startswith('ModuleNotFoundError: '):
+        return InstallError(
+            f'{last}. The bench needs the environment of the second set-up command.'
+        )
+    return BenchError(output)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -149,9 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser('python -m tests.peers', description=__doc__)
     parser.add_argument('names', nargs='*', help='packages; all when left out')
     parser.add_argument('--write', action='store_true', help='write the page')
+    parser.add_argument(
+        '--allow-skipped', action='store_true', help='accept packages that cannot be installed'
+    )
     parser.add_argument('--sources', help="folder with the repositories of users' callbacks")
     options = parser.parse_args(arguments)
     status = 0
+    skipped = []
     if options.sources:
         os.environ[SOURCES] = str(Path(options.sources).resolve())
     for peer in [*PEERS, WILD]:
@@ -164,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = run_wild() if peer is WILD else run_bench(peer, peer.name)
         except InstallError as error:
             print(f'skipped: {peer.name} cannot be installed: {error}')
+            skipped.append(peer.name)
             continue
         except BenchError as error:
             print(f'{peer.name}: the bench failed\n{error}')
@@ -181,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(not row.runs or row.numbers == TOO_FAR for row in rows if not row.why):
             print(f'{peer.name}: a row that fails says no reason')
             status = 1
-    return status
+    if skipped:
+        print(f'not compared, because they could not be installed: {", ".join(skipped)}')
+    return status or int(bool(skipped) and not options.allow_skipped)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from learnkit import Callback
 from tests.helpers.learners import bare_learner
-from tests.peers.__main__ import PAGE, WILD, begin, wild_table
+from tests.peers.__main__ import PAGE, WILD, BenchError, begin, main, make_error, wild_table
 from tests.peers.environments import PEERS
 from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
 from tests.peers.wild_bench import SOURCES, TABLE, Case, Files, read_table, run_cases
@@ -30,6 +30,21 @@ def test_numbers_are_equal_bitwise_or_within_a_limit() -> None:
     assert compare_numbers(a, {**a, 'w': torch.ones(2)}) == TOO_FAR  # NaN and a number
     assert compare_numbers(a, {**a, 'w': torch.ones(3)}) == TOO_FAR
     assert compare_numbers(a, {'w': a['w']}) == TOO_FAR
+
+
+def test_a_package_that_is_not_compared_is_named_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(peer: Any, bench: str) -> list[Row]:
+        raise make_error(f'Traceback ...\nModuleNotFoundError: No module named {bench!r}\n')
+
+    monkeypatch.setattr('tests.peers.__main__.run_bench', fail)
+    assert main(['fastai', 'hf']) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.endswith('could not be installed: fastai, hf')
+    assert len(lines) == 2 and all('second set-up command' in line for line in lines)
+    assert main(['fastai', '--allow-skipped']) == 0
+    assert isinstance(make_error('Traceback ...\nValueError: 3'), BenchError)
 
 
 def test_the_page_has_a_part_for_each_package() -> None:

@@ -20,6 +20,7 @@ import learnkit
 from benchmarks.subjects import SUBJECTS, Task
 from learnkit import Learner
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
+from tests.readme import is_close, read_blocks, read_proofs, read_set_up
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / 'learnkit'
@@ -260,6 +261,18 @@ def test_readme_examples_run_and_print_what_it_shows(tmp_path: Path) -> None:
     for row, expected in zip(rows_of(printed), rows_of(table), strict=True):
         assert row == pytest.approx(expected, rel=0.05, abs=0.02)  # sums are rounded by the machine
     assert output_of(trace, cwd=tmp_path, has=OPTIMIZER_MODULES) == change
+
+
+def test_the_script_that_runs_readme_finds_its_blocks_and_proofs() -> None:
+    text = (ROOT / 'README.md').read_text('utf-8')
+    assert read_blocks(text) == [*zip(fenced('python'), fenced('text'), strict=True)]
+    assert len(read_set_up(text)) == 2
+    proofs = read_proofs(text)
+    assert [proof.split()[-1] for proof in proofs] == [
+        'tests/faults/test_f01_sigkill_anywhere.py',
+        'tests.peers',
+    ]
+    assert is_close('0.5', '0.51') and not is_close('0.5', '0.6') and not is_close('a', '0.5')
 
 
 def settings() -> dict[str, str]:
