@@ -156,7 +156,7 @@ def _run_predictions(
     with (
         deferred_interrupts() as deferred,
         learn.run.lock,
-        preserved_state(learn),
+        preserved_state(learn, learn.parts.evaluations.is_independent),
         learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
         learn.parts.processes.run(learn, 'prediction'),
@@ -362,7 +362,7 @@ def _do_predictions(learn: Learner, dl: Any) -> None:
     "Predict on a loader between `before_predict` and `after_predict`."
     learn.dl = dl
     learn('before_predict')
-    with preserved_generators(dl):
+    with learn.parts.evaluations.preserved(dl):
         learn._do_epoch_validate(dl=dl)
     learn('after_predict')
 

@@ -47,7 +47,7 @@ def validate(
         with (
             deferred_interrupts() as deferred,
             learn.run.lock,
-            preserved_state(learn),
+            preserved_state(learn, learn.parts.evaluations.is_independent),
             learn.validation_context(cbs=cbs, inner=True),
             learn.parts.processes.run(learn, 'evaluation'),
             deferred.paused(),
