@@ -83,7 +83,9 @@ class LoaderSource:
         "Return the training loader; raise `LoaderError` if there is none."
         loader = self.get('train')
         if loader is None:
-            raise LoaderError(f'{type(self.asked).__name__} has no `train_dataloader`: pass a loader.')
+            raise LoaderError(
+                f'{type(self.asked).__name__} has no `train_dataloader`: pass a loader.'
+            )
         return self._prepare_loader(loader)
 
     def list_named(self, kind: str) -> dict[str, Any]:

@@ -215,6 +215,7 @@ class LightningRun(LightningHost):
         if not learn.fitting:
             return
         self.is_over = False
+        learn.epoch = self.trainer.first_epoch
         trainer = self.trainer
         if trainer.accumulate_grad_batches > 1 and trainer.num_training_batches == math.inf:
             raise OptionError('accumulate_grad_batches needs a training loader with a length.')
@@ -235,7 +236,8 @@ class LightningRun(LightningHost):
         self.fire('on_fit_start')
         if not trainer.is_independent:
             self._begin_flow()
-        self.fire('on_train_start')
+        if not trainer.is_trained:
+            self.fire('on_train_start')
         # Lightning leaves the mode of each module as it is
         keep_modes(learn)
 
@@ -294,8 +296,10 @@ class LightningRun(LightningHost):
 
     def after_fit(self) -> None:
         if self.learn.fitting:
-            self.is_over = True
-            self.fire_all('on_train_end on_fit_end')
+            self.is_over = not self.trainer.is_trained
+            if self.is_over:
+                self.fire('on_train_end')
+            self.fire('on_fit_end')
             self.end('fit')
 
     # -- events of evaluations -------------------------------------------------------------------

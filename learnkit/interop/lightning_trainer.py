@@ -637,6 +637,11 @@ class Trainer(View):
             self.stop_if_due()
 
     @property
+    def is_trained(self) -> bool:
+        "True if earlier fits have trained all epochs."
+        return self.first_epoch > 0 and 0 <= self.max_epochs <= self.first_epoch
+
+    @property
     def is_stop_due(self) -> bool:
         "True if a callback has asked for the end, and the least numbers of epochs and steps are trained."
         has_epochs = self.n_epochs_done >= (self.min_epochs or 0)
