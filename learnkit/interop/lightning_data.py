@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -119,7 +119,7 @@ def rebuild_in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     "Return a loader that draws its samples in order, or the loader itself if it does."
     if isinstance(loader.sampler, SequentialSampler):
         return loader
-    in_order = SequentialSampler(loader.dataset)
+    in_order = SequentialSampler(cast('Sized', loader.dataset))
     batches = BatchSampler(in_order, loader.batch_size or 1, loader.drop_last)
     return rebuild(loader, batch_sampler=batches, generator=loader.generator)
 
@@ -158,9 +158,9 @@ def is_loader(entry: Any) -> bool:
 def combine(loaders: Any, mode: str) -> Any:
     "Return a loader over several training loaders."
     try:
-        from learnkit.data.combined import CombinedLoader
-    except ImportError:
+        combined: Any = import_module('learnkit.data.combined')
+    except ModuleNotFoundError:
         raise LoaderError(
             f'Several training loaders ({mode}) are not supported: pass one loader, whose batches hold theirs.'
         ) from None
-    return CombinedLoader(loaders, mode)
+    return combined.CombinedLoader(loaders, mode)

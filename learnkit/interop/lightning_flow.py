@@ -64,14 +64,14 @@ class LightningEvaluations(EvaluationSchedule):
         now, loaders = learn.time, list(evaluation_loaders(learn.dls))
         is_evaluated = any(time.ba == now.ba for time in self.evaluated.values())
         ends = self.host.is_last_batch or learn.run.stopping
-        if at_epoch_end != ends or is_evaluated or not self._is_due(learn):
+        if at_epoch_end != ends or is_evaluated or not self._is_batch_due(learn):
             return []
         self.evaluated = {name: now for name, _ in loaders}
         self.timed = monotonic()
         self.host.trainer.reload_validation()
         return list(evaluation_loaders(learn.dls))
 
-    def _is_due(self, learn: Learner) -> bool:
+    def _is_batch_due(self, learn: Learner) -> bool:
         "Return True if Lightning evaluates after the current batch."
         trainer, is_last = self.host.trainer, self.host.is_last_batch
         every_epoch = trainer.check_val_every_n_epoch

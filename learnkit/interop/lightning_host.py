@@ -97,11 +97,12 @@ class LightningHost(Callback):
 
     def find_own(self, name: str) -> Any:
         "Return the hook that the module, or for the transfer of batches its data module, defines; or None."
-        owners = [self.module]
-        if name in TRANSFER_HOOKS and self.trainer.datamodule is not None:
-            owners.insert(0, self.trainer.datamodule)
-        found = [own_hooks(owner, [name], LIGHTNING_BASES).get(name) for owner in owners]
-        return next((hook for hook in found if hook is not None), None)
+        return own_hooks(self.find_owner(name), [name], LIGHTNING_BASES).get(name)
+
+    def find_owner(self, name: str) -> Any:
+        "Return the data module if it defines this hook of the transfer of batches; otherwise the module."
+        data = self.trainer.datamodule if name in TRANSFER_HOOKS else None
+        return data if own_hooks(data, [name], LIGHTNING_BASES) else self.module
 
     def running(self, name: str) -> Any:
         "Return a context that notes which hook runs, for `log`."

@@ -194,7 +194,7 @@ class LoggedValues:
     def list_results(self, n_loaders: int) -> list[dict[str, float]]:
         "Return the values of the last evaluation, for each loader with those of all loaders."
         found: list[dict[str, float]] = [{} for _ in range(n_loaders)]
-        shared = {}
+        shared: dict[str, float] = {}
         for name, value in self.results.items():
             _, mark, index = name.partition('/dataloader_idx_')
             (found[int(index)] if mark else shared)[name] = float(value)

@@ -31,7 +31,8 @@ REFUSED = {
     'model_registry': (None, 'upload `trainer.checkpoint_callback.best_model_path`'),
 }
 STRATEGIES = ('auto', 'ddp', 'ddp_notebook', 'ddp_spawn', 'ddp_find_unused_parameters_true')
-DEVICES = {'auto': None, 'cpu': 'cpu', 'gpu': '', 'cuda': 'cuda', 'mps': 'mps'}
+# '': the accelerator that torch finds
+DEVICES = {'auto': '', 'cpu': 'cpu', 'gpu': '', 'cuda': 'cuda', 'mps': 'mps'}
 AUTOCASTS = {'16-mixed': 'fp16', '16': 'fp16', 'bf16-mixed': 'bf16', 'bf16': 'bf16'}
 WEIGHT_TYPES = {
     '64-true': torch.float64,
@@ -85,8 +86,8 @@ def read_precision(precision: Any) -> Precision:
     raise OptionError(f'Trainer(precision={precision!r}) is not supported: one of {known}.')
 
 
-def read_device(accelerator: Any, devices: Any) -> torch.device | None:
-    """Return the device to train on, or None for the default one.
+def read_device(accelerator: Any, devices: Any) -> torch.device:
+    """Return the device to train on.
 
     Raises `OptionError` for accelerators that torch does not have, and for several devices without their processes.
     """
@@ -101,8 +102,9 @@ def read_device(accelerator: Any, devices: Any) -> torch.device | None:
             'call `learn.distributed()` of `from_lightning(module, data)`.'
         )
     found = find_accelerator()
-    kind = (found or torch.device('cpu')).type if not DEVICES[accelerator] else DEVICES[accelerator]
-    if accelerator in ('gpu', 'cuda', 'mps') and (found is None or kind not in found.type):
+    default = 'cpu' if found is None else found.type
+    kind = DEVICES[accelerator] or default
+    if accelerator in ('gpu', 'cuda', 'mps') and (found is None or kind != found.type):
         raise OptionError(f'Trainer(accelerator={accelerator!r}): torch finds no such device here.')
     if kind == 'cpu' or not numbers:
         return torch.device(kind)
@@ -124,7 +126,8 @@ def read_limit(name: str, limit: Any) -> int | float:
     if limit is None:
         return 1.0
     if isinstance(limit, int) or 0 <= limit <= 1:
-        return limit  # type: ignore[no-any-return]
+        found: int | float = limit
+        return found
     if limit % 1 == 0:
         return int(limit)
     raise OptionError(f'Trainer({name}={limit!r}): give a share from 0.0 to 1.0, or a number.')

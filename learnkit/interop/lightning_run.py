@@ -254,7 +254,8 @@ class LightningRun(LightningHost):
         if trainer.num_sanity_val_steps and trainer.enable_validation:
             self.check_sanity()
         is_continued = trainer.first_epoch > 0 and checkpoint is None
-        learn.parts.positions.begin_training(learn, twice=is_continued)
+        positions: Any = learn.parts.positions  # `LightningPositions`
+        positions.begin_training(learn, twice=is_continued)
 
     def check_sanity(self) -> None:
         "Evaluate some batches before the fit."
@@ -312,7 +313,8 @@ class LightningRun(LightningHost):
         if self.loaders is None and not learn.fitting:
             self.fire('setup', self.trainer.state.fn)
         if not self.trainer.is_independent:
-            learn.parts.positions.begin_evaluation(learn)
+            positions: Any = learn.parts.positions
+            positions.begin_evaluation(learn)
         is_within = learn.fitting and not self.trainer.sanity_checking
         if is_within and self.module is not None and not self.optimization.accumulates():
             self.fire_own('on_validation_model_zero_grad', self.module.zero_grad)

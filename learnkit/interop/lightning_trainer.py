@@ -49,7 +49,14 @@ from learnkit.interop.lightning_options import (
     read_seconds,
     set_determinism,
 )
-from learnkit.interop.lightning_views import FitLoop, LoggerView, PrecisionView, Strategy, View
+from learnkit.interop.lightning_views import (
+    DataConnector,
+    FitLoop,
+    LoggerView,
+    PrecisionView,
+    Strategy,
+    View,
+)
 
 
 class Trainer(View):
@@ -182,6 +189,7 @@ class Trainer(View):
         self.root_dir = None if default_root_dir is None else as_local_path(default_root_dir)
         self.strategy = Strategy(self)
         self.precision_plugin = PrecisionView(self)
+        self._data_connector = DataConnector(self)
         self.fit_loop = self._logger_connector = FitLoop(self)
         self._callbacks: list[Any] | None = [*as_list(callbacks)]
         self._add_callbacks(enable_checkpointing, enable_model_summary, max_time)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 class View:
     "Part of a run by Lightning's names: an attribute that it does not have is an error by name."
 
-    learn: Learner | None
-
     def __getattr__(self, name: str) -> Any:
         why = 'The Trainer of learnkit has what modules and callbacks read, and not this.'
         if hasattr(type(self), name):
@@ -39,6 +37,11 @@ class View:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of the module logs to the same Learner
+
+    @property
+    def learn(self) -> Learner | None:
+        "The Learner, once it is made."
+        raise NotImplementedError
 
     @property
     def world(self) -> Comm:
@@ -154,6 +157,14 @@ class PrecisionView(TrainerView):
     train_step_context = val_step_context = test_step_context = predict_step_context = (
         forward_context
     )
+
+
+class DataConnector(TrainerView):
+    "What a LightningModule reads of the trainer to move an example to the device."
+
+    @property
+    def _datahook_selector(self) -> SimpleNamespace:
+        return SimpleNamespace(get_instance=self.host.find_owner)
 
 
 class LoggerView(TrainerView):

@@ -144,6 +144,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: Any) -> Any:
         module: Any = MagicMock(name=spec.name)
         module.__spec__, module.__path__, module.__name__ = spec, [], spec.name
+        module.version_info = (9, 0)  # matplotlib reads that of IPython
+        module.get_ipython.return_value = None
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -177,6 +179,7 @@ def make_recorder(base: type, trainers: list[Any], outcome: Outcome) -> type:
             options['max_epochs'] = EPOCHS if n is None else min(n, EPOCHS)
             steps = options.get('max_steps', -1)
             options['max_steps'] = min(steps, 30) if steps > 0 else -1
+            options.pop('gpus', None)  # of earlier versions
             options |= {'accelerator': 'cpu', 'devices': 1, 'enable_progress_bar': False}
             super().__init__(**options)
             trainers.append(self)
