@@ -112,6 +112,14 @@ def keep_modes(learn: Learner) -> None:
     learn.parts.modes.keep(learn.model)
 
 
+def restore_modes(learn: Learner) -> None:
+    """Set the mode that each module had before the evaluation, as the next training does.
+
+    To be called in `after_eval`.
+    """
+    learn.parts.modes.restore()
+
+
 class TrainEvalCallback(Callback):
     """Update the counters, and set the model's device and its training or evaluation mode.
 

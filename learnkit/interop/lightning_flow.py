@@ -20,8 +20,10 @@ from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.last_batch import hold_batch
 from learnkit.data.prefetch import read_ahead
 from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import without_callbacks
 from learnkit.engine.evaluation_schedule import EvaluateWithinEpochs, EvaluationSchedule
-from learnkit.engine.lengths import Lengths
+from learnkit.engine.lengths import Lengths, find_length
+from learnkit.engine.parts import replace_flow
 from learnkit.engine.positions import TrainingPositions, draw, set_length
 from learnkit.engine.run import preserved_state
 from learnkit.engine.train_eval import TrainEvalCallback
@@ -38,10 +40,8 @@ _END = object()  # marks the end of a loader, as the default of `next`
 
 def flow_as_lightning(learn: Learner, host: LightningHost) -> None:
     "Have a Learner draw and evaluate in Lightning's order."
-    learn.parts.evaluations = LightningEvaluations(host)
-    learn.parts.lengths = LightningLengths(host)
-    learn.parts.positions = LightningPositions(host)
-    learn.seams.source = learn.parts.positions
+    host.positions = LightningPositions(host)
+    replace_flow(learn, LightningEvaluations(host), LightningLengths(host), host.positions)
 
 
 class LightningEvaluations(EvaluationSchedule):
@@ -151,7 +151,7 @@ class LightningPositions(TrainingPositions):
     def _read(self, learn: Learner, device: torch.device) -> Iterator[Any]:
         "Return the batches of a pass of an evaluation or a prediction."
         batches = read_ahead(learn.dl, device)
-        return batches if learn.parts.lengths.find(learn.dl) is not None else ReadAhead(batches)
+        return batches if find_length(learn, learn.dl) is not None else ReadAhead(batches)
 
     @override
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
@@ -171,7 +171,7 @@ class LightningPositions(TrainingPositions):
             return begun
         batches = super().open(learn, continued)
         self.ahead = None
-        if learn.parts.lengths.find(learn.dl) is not None:
+        if find_length(learn, learn.dl) is not None:
             return batches
         position = self.position
         assert position is not None  # a Trainer cuts no loader into epochs
@@ -238,13 +238,10 @@ def checking_sanity(learn: Learner, host: LightningHost) -> Iterator[None]:
     """Restore everything but the generators of loaders at the end of a context, without other callbacks.
 
     Lightning evaluates some batches before a fit, and isolates the global generators."""
-    callbacks = learn.parts.callbacks
-    others = [cb for cb in callbacks if not isinstance(cb, (type(host), *TAKING_PART))]
-    held = callbacks.hold(others)
+    others = [cb for cb in learn.cbs if not isinstance(cb, (type(host), *TAKING_PART))]
     host.trainer.sanity_checking = True
     try:
-        with preserved_state(learn):
+        with without_callbacks(learn, others), preserved_state(learn):
             yield
     finally:
         host.trainer.sanity_checking = False
-        callbacks.release(held)

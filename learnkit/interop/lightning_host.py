@@ -45,6 +45,7 @@ class LightningHost(Callback):
     trainer: Any  # `Trainer`
     logged: Any  # `LoggedValues`
     optimization: Any  # `Optimization`
+    positions: Any = None  # `LightningPositions` of a Learner with a Trainer
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class LightningHost(Callback):
         learn = self.learn
         if learn.n_iter is not None:
             return learn.iter + 1 == learn.n_iter
-        return learn.training and getattr(learn.parts.positions, 'is_last', False)
+        return learn.training and self.positions is not None and self.positions.is_last
 
     @property
     def n_stepped(self) -> int:

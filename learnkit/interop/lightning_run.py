@@ -18,9 +18,8 @@ from learnkit.core.errors import CancelEpochException, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.engine.callback_state import decode, encode
-from learnkit.engine.run import preserved_state
-from learnkit.engine.train_eval import keep_modes
-from learnkit.inference.validate import run_in_fit_and_epoch
+from learnkit.engine.train_eval import keep_modes, restore_modes
+from learnkit.inference.validate import open_evaluation, run_in_fit_and_epoch
 from learnkit.interop.hooks import (
     keep_plain,
     send_to_loggers,
@@ -254,8 +253,7 @@ class LightningRun(LightningHost):
         if trainer.num_sanity_val_steps and trainer.enable_validation:
             self.check_sanity()
         is_continued = trainer.first_epoch > 0 and checkpoint is None
-        positions: Any = learn.parts.positions  # `LightningPositions`
-        positions.begin_training(learn, twice=is_continued)
+        self.positions.begin_training(learn, twice=is_continued)
 
     def check_sanity(self) -> None:
         "Evaluate some batches before the fit."
@@ -313,8 +311,7 @@ class LightningRun(LightningHost):
         if self.loaders is None and not learn.fitting:
             self.fire('setup', self.trainer.state.fn)
         if not self.trainer.is_independent:
-            positions: Any = learn.parts.positions
-            positions.begin_evaluation(learn)
+            self.positions.begin_evaluation(learn)
         is_within = learn.fitting and not self.trainer.sanity_checking
         if is_within and self.module is not None and not self.optimization.accumulates():
             self.fire_own('on_validation_model_zero_grad', self.module.zero_grad)
@@ -344,7 +341,7 @@ class LightningRun(LightningHost):
         self.logged.steps.log_epoch(training=False)
         self.fire(f'on_{stage}_end')
         self.logged.reset(training=False)
-        self.fire_own(f'on_{stage}_model_train', self.learn.parts.modes.restore)
+        self.fire_own(f'on_{stage}_model_train', partial(restore_modes, self.learn))
         if self.loaders is None and not self.learn.fitting:
             self.fire('teardown', self.trainer.state.fn)
         self.stage = ''
@@ -365,12 +362,7 @@ class LightningRun(LightningHost):
         learn = self.learn
         self.loaders = list(named.items())
         try:
-            with (
-                learn.run.lock,
-                preserved_state(learn, with_generators=False),
-                learn.validation_context(inner=True),
-                learn.parts.processes.run(learn, kind),
-            ):
+            with open_evaluation(learn, kind):
                 if self.trainer.enable_autolog_hparams:
                     log_hyperparams(self)
                 yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +56,17 @@ from learnkit.interop.lightning_views import (
     PrecisionView,
     Strategy,
     View,
+)
+
+# options that are attributes as they are given
+AS_GIVEN = (
+    *('accumulate_grad_batches', 'gradient_clip_val', 'gradient_clip_algorithm', 'max_steps'),
+    *('min_steps', 'check_val_every_n_epoch', 'reload_dataloaders_every_n_epochs'),
+    *('inference_mode', 'detect_anomaly', 'enable_autolog_hparams', 'resume'),
+)
+LIMITS = (
+    *('limit_train_batches', 'limit_val_batches', 'limit_test_batches', 'limit_predict_batches'),
+    'overfit_batches',
 )
 
 
@@ -139,7 +150,10 @@ class Trainer(View):
         model_registry: str | None = None,
         resume: Any = False,  # checkpoint of learnkit to resume, as for `Learner.fit`
     ) -> None:
-        check_refused(locals())
+        options = dict(locals())
+        check_refused(options)
+        for name in AS_GIVEN:
+            setattr(self, name, options[name])
         check_strategy(strategy)
         self.precision_option = read_precision(precision)
         self.device = read_device(accelerator, devices)
@@ -149,42 +163,25 @@ class Trainer(View):
         self.fn: str | None = None  # 'fit', 'validate', 'test' or 'predict'
         self.sanity_checking = False
         self.ckpt_path: Any = None
-        self.resume = resume
         self.first_epoch = 0  # of the fit; others were trained before
         self._validation_epoch = 0  # epoch at which the validation loaders were asked for
         self._checkpoint: Mapping[str, Any] | None = None  # of Lightning, which the fit continues
         self._should_stop = False
         # length of a fit
-        self.max_epochs_option, self.max_steps = max_epochs, max_steps
-        self.min_epochs, self.min_steps = min_epochs or int(min_steps is not None), min_steps
+        self.min_epochs = min_epochs or int(min_steps is not None)
         # batches and evaluations
-        self.limit_train_batches = read_limit('limit_train_batches', limit_train_batches)
-        self.limit_val_batches = read_limit('limit_val_batches', limit_val_batches)
-        self.limit_test_batches = read_limit('limit_test_batches', limit_test_batches)
-        self.limit_predict_batches = read_limit('limit_predict_batches', limit_predict_batches)
-        self.overfit_batches = read_limit('overfit_batches', overfit_batches)
+        for name in LIMITS:
+            setattr(self, name, read_limit(name, options[name]))
         self.val_check_seconds = read_seconds(val_check_interval)
         every = None if self.val_check_seconds is not None else val_check_interval
         self.val_check_interval = read_limit('val_check_interval', every)
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.num_sanity_val_steps: float = (
-            2 if num_sanity_val_steps is None else num_sanity_val_steps
-        )
-        if self.num_sanity_val_steps == -1:
-            self.num_sanity_val_steps = math.inf
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
+        n_sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.num_sanity_val_steps: float = math.inf if n_sanity == -1 else n_sanity
         self.fast_dev_run = (
             True if fast_dev_run is not False and fast_dev_run == 1 else fast_dev_run
         )
-        # steps
-        self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = gradient_clip_algorithm
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         # the run
-        self.inference_mode = inference_mode
-        self.detect_anomaly = detect_anomaly
-        self.enable_autolog_hparams = enable_autolog_hparams
         self.enable_progress_bar = enable_progress_bar is not False
         self.root_dir = None if default_root_dir is None else as_local_path(default_root_dir)
         self.strategy = Strategy(self)
@@ -295,7 +292,7 @@ class Trainer(View):
         learn = self._make_learner(self._list_fit_loaders(source))
         # a fit without a number of epochs ends at a limit of its own, see `is_over`
         length = self.max_epochs if self.max_epochs >= 0 else Time(2**40, 'ba')
-        with self._settings(), self._rows():
+        with self._settings():
             learn.fit(length, resume=resume)
 
     def validate(
@@ -308,9 +305,8 @@ class Trainer(View):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # of each loader
         "Evaluate validation loaders, as `lightning.Trainer.validate`."
-        return self._evaluate(
-            'validate', model, dataloaders, ckpt_path, verbose, datamodule, weights_only
-        )
+        named = self._begin('validate', model, dataloaders, datamodule, ckpt_path, weights_only)
+        return self._evaluate(named, verbose)
 
     def test(
         self,
@@ -322,28 +318,19 @@ class Trainer(View):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         "Evaluate test loaders with `test_step`, as `lightning.Trainer.test`."
-        return self._evaluate(
-            'test', model, dataloaders, ckpt_path, verbose, datamodule, weights_only
-        )
+        named = self._begin('test', model, dataloaders, datamodule, ckpt_path, weights_only)
+        return self._evaluate(named, verbose)
 
-    def _evaluate(
-        self,
-        fn: str,
-        model: Any,
-        loaders: Any,
-        ckpt_path: Any,
-        verbose: bool,
-        datamodule: Any,
-        weights_only: bool | None,
-    ) -> list[dict[str, float]]:
-        named = self._begin(fn, model, loaders, datamodule, ckpt_path, weights_only)
-        with self._settings(), self.learn.no_bar(), self.learn.no_logging():
+    def _evaluate(self, named: dict[str, Any], verbose: bool) -> list[dict[str, float]]:
+        "Evaluate loaders, and return the logged values of each."
+        with self._settings():
             self.host.evaluate(named)
-        results = self.host.logged.list_results(len(named))
+        results: list[dict[str, float]] = self.host.logged.list_results(len(named))
         if verbose and self.is_global_zero:
             for values in results:
                 print('\n'.join(f'{name:>25}  {value}' for name, value in values.items()))
-        self._end()
+        self.host.end(self.fn)
+        self.fn = None
         return results
 
     def predict(
@@ -357,36 +344,28 @@ class Trainer(View):
     ) -> Any:  # results of `predict_step` by batch; of several loaders, a list of these
         "Predict with `predict_step`, as `lightning.Trainer.predict`."
         named = self._begin('predict', model, dataloaders, datamodule, ckpt_path, weights_only)
-        with self._settings(), self.learn.no_bar(), self.learn.no_logging():
+        with self._settings():
             predicted = self.host.predict(named, return_predictions is not False)
-        self._end()
+        self.host.end(self.fn)
+        self.fn = None
         if return_predictions is False:
             return None
         return predicted[0] if len(predicted) == 1 else predicted
 
     def _begin(
-        self,
-        fn: str,
-        model: Any,
-        loaders: Any,
-        datamodule: Any,
-        ckpt_path: Any,
-        weights_only: bool | None,
-    ) -> dict[str, Any]:  # loaders by name
-        "Begin an evaluation or a prediction."
+        self, fn: str, model: Any, loaders: Any, datamodule: Any, path: Any, weights_only: Any
+    ) -> dict[str, Any]:
+        "Begin an evaluation or a prediction, and return its loaders by name."
         if model is None and self.host is None:
             raise FitError(f'Trainer.{fn}() without a module: pass one, or fit one first.')
-        is_given = model is not None
-        kind = KINDS[fn]
-        source = self._connect(
-            fn, model if is_given else self.host.module, datamodule, **{kind: loaders}
-        )
-        if not is_given and ckpt_path is None and self.checkpoint_callback is not None:
-            ckpt_path = 'best'
-        path = self._find_checkpoint(ckpt_path)
-        if path is not None:
-            load_weights(self, read_checkpoint(path, weights_only))
-        named = source.list_named(kind)
+        if model is None and path is None and self.checkpoint_callback is not None:
+            path = 'best'
+        module = self.host.module if model is None else model
+        source = self._connect(fn, module, datamodule, **{KINDS[fn]: loaders})
+        file = self._find_checkpoint(path)
+        if file is not None:
+            load_weights(self, read_checkpoint(file, weights_only))
+        named = source.list_named(KINDS[fn])
         if self.learn is None:
             self._make_learner(DataLoaders(next(iter(named.values())), named))
         return named
@@ -498,22 +477,15 @@ class Trainer(View):
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        "Run within the contexts of the options, and close the loggers at the end."
-        with ExitStack() as stack:
-            if self.fn == 'fit':
-                stack.enter_context(torch.autograd.set_detect_anomaly(self.detect_anomaly))
-            else:
-                is_inference = self.inference_mode
-                stack.enter_context(torch.inference_mode() if is_inference else torch.no_grad())
+        "Run within the contexts of the options, without a bar of the Learner if it is not to be shown."
+        is_fit = self.fn == 'fit'
+        has_bar = is_fit and self.enable_progress_bar and self.progress_bar_callback is None
+        grad = torch.inference_mode() if self.inference_mode else torch.no_grad()
+        with (
+            torch.autograd.set_detect_anomaly(self.detect_anomaly) if is_fit else grad,
+            nullcontext() if has_bar else self.learn.no_bar(),
+        ):
             yield
-
-    def _rows(self) -> Any:
-        "Return a context without the Learner's bar and rows, if Lightning's or none are shown."
-        learn = self.learn
-        assert learn is not None
-        if self.enable_progress_bar and self.progress_bar_callback is None:
-            return nullcontext()
-        return learn.no_bar()
 
     def _end(self) -> None:
         "End an evaluation or a prediction."

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from learnkit import Callback
 from tests.helpers.learners import bare_learner
 from tests.peers.__main__ import PAGE, WILD, begin, wild_table
-from tests.peers.environments import PEERS
+from tests.peers.environments import PEERS, SCRIPTS
 from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
 from tests.peers.wild_bench import SOURCES, TABLE, Case, Files, read_table, run_cases
 
@@ -34,7 +34,7 @@ def test_numbers_are_equal_bitwise_or_within_a_limit() -> None:
 
 def test_the_page_has_a_part_for_each_package() -> None:
     page = PAGE.read_text('utf-8')
-    assert all(page.count(begin(peer)) == 1 for peer in [*PEERS, WILD])
+    assert all(page.count(begin(peer)) == 1 for peer in [*PEERS, WILD, SCRIPTS])
 
 
 def test_each_behavior_of_users_code_has_a_statement_and_a_line() -> None:

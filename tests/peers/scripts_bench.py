@@ -1,11 +1,12 @@
 """Run Lightning programs of public repositories as their authors wrote them, in `L.Trainer` and in learnkit's Trainer.
 
-    python -m tests.peers.wild_scripts [PROGRAM ...]   # in the environment of Lightning; PROGRAM: part of a line
+    python -m tests.peers.scripts_bench [PROGRAM ...]   # in the environment of Lightning; PROGRAM: part of a line
 
-The name `Trainer` of Lightning is the only thing that is replaced. `wild_scripts.txt` is the table of the programs; a
-copy of each repository lies in `FOLDER/<owner>+<name>`, as for `wild_bench`. What the machine cannot give is equal in
-both runs: data sets are random images and labels, fits have `EPOCHS` epochs, devices are the CPU, drawings are not
-made. Each program runs in a process and a folder of its own, and its weights, metrics and results are compared."""
+The name `Trainer` of Lightning is the only thing that is replaced. `scripts.txt` is the table of the programs; a copy
+of each repository lies in `FOLDER/<owner>+<name>`, and `python -m tests.peers scripts --sources FOLDER` reads it.
+What the machine cannot give is equal in both runs: data sets are random images and labels, fits have `EPOCHS` epochs,
+devices are the CPU, drawings are not made. Each program runs in a process and a folder of its own, and its weights,
+metrics and results are compared."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ from tests.peers.rows import (
 )
 from tests.peers.wild_bench import SOURCES
 
-TABLE = Path(__file__).with_name('wild_scripts.txt')
+TABLE = Path(__file__).with_name('scripts.txt')
 PART = 'Programs of Lightning users'
 EPOCHS = 2
-N_SAMPLES = {True: 400, False: 120}  # of a data set for training, and of one for tests
+N_SAMPLES = {True: 300, False: 100}  # of a data set for training, and of one for tests
 # packages of drawings and notebooks, which are not installed
 DRAWING = 'IPython matplotlib_inline seaborn tabulate watermark'.split()
 SHAPES = {  # channels, height and width of images, and number of classes
