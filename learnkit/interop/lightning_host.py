@@ -57,6 +57,7 @@ class LightningHost(Callback):
         self.is_over = False  # True from the end of the last epoch on
         self.is_in_epoch = False  # True from the start of an epoch's training to its end
         self.has_evaluated = False
+        self.has_estimated = False  # True if the number of steps was read
         self.loaders: list[tuple[str, Any]] | None = None  # of an evaluation by the Trainer
         self.n_begun = 0  # batches of training that have begun
         self._n_stepped = 0  # batches that ended with a step, before the current one

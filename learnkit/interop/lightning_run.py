@@ -250,13 +250,17 @@ class LightningRun(LightningHost):
             load_optimizers(trainer, checkpoint)
         if learn.run.resuming is not None:
             return
-        if trainer.num_sanity_val_steps and trainer.enable_validation:
-            self.check_sanity()
         is_continued = trainer.first_epoch > 0 and checkpoint is None
-        self.positions.begin_training(learn, twice=is_continued)
+        begin = partial(self.positions.begin_training, learn, twice=is_continued)
+        check = self.check_sanity if trainer.num_sanity_val_steps else bool
+        # to estimate the steps, Lightning begins the pass over the training loader
+        for call in (begin, check) if self.has_estimated else (check, begin):
+            call()
 
     def check_sanity(self) -> None:
         "Evaluate some batches before the fit."
+        if not self.trainer.enable_validation:
+            return
         self.logged.forget()
         with checking_sanity(self.learn, self):
             self.fire('on_sanity_check_start')

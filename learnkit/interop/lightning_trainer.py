@@ -736,6 +736,7 @@ class Trainer(View):
     @property
     def estimated_stepping_batches(self) -> float:
         "Number of optimizer steps of the fit."
+        self.host.has_estimated = True
         limit = math.inf if self.max_steps == -1 else self.max_steps
         if self.max_epochs == -1 or self.num_training_batches == math.inf:
             return limit
