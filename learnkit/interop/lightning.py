@@ -231,6 +231,11 @@ class LightningLearner(Learner):
         return self.batch
 
     @override
+    def _split(self, b: Any) -> None:
+        super()._split(b)
+        self._host.note_batch(b)
+
+    @override
     def train_batch(self) -> None:
         self._host.optimization.train_batch()
 

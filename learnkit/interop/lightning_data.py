@@ -71,7 +71,7 @@ class LoaderSource:
             found = self.given.get(kind)
             if found is None and maker is not None:
                 found = maker()
-            self.made[kind] = self._convert_train(found) if kind == 'train' else found
+            self.made[kind] = self._convert(found, kind == 'train')
         return self.made[kind]
 
     def ask_again(self, kind: str) -> Any:
@@ -94,11 +94,13 @@ class LoaderSource:
         names = ['valid'] if len(loaders) == 1 else [f'valid_{i}' for i in range(len(loaders))]
         return dict(zip(names, map(self._prepare_loader, loaders), strict=True))
 
-    def _convert_train(self, loader: Any) -> Any:
-        "Return several training loaders as one loader."
+    def _convert(self, loader: Any, is_training: bool) -> Any:
+        "Return several loaders that give their batches at once as one loader."
         if is_combined(loader):
-            return combine(loader.iterables, loader._mode)
-        if isinstance(loader, (Mapping, list, tuple)) and flatten_loaders(loader) != [loader]:
+            is_one = is_training or loader._mode != 'sequential'
+            return combine(loader.iterables, loader._mode) if is_one else loader
+        is_collection = isinstance(loader, (Mapping, list, tuple))
+        if is_training and is_collection and flatten_loaders(loader) != [loader]:
             return combine(loader, 'max_size_cycle')
         return loader
 

@@ -190,6 +190,11 @@ class LightningHost(Callback):
             self._parts = parts
         return self._batch
 
+    def note_batch(self, batch: Any) -> None:
+        "Note the batch on the device, in the form that the loader gave it."
+        self._batch = batch
+        self._parts = (*self.learn.xb, *self.learn.yb)
+
     def forget_batch(self) -> None:
         "Release the batch: there is none, or another one."
         self._batch = None

@@ -119,7 +119,8 @@ class LightningRun(LightningHost):
         return 'predict' if learn.phase == 'predict' else 'train' if learn.training else self.stage
 
     def _before_batch(self) -> None:
-        self.forget_batch()
+        if self.module is None:
+            self.forget_batch()
         if self.learn.training:
             self.count_stepped()
             self.n_begun += 1
