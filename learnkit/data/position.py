@@ -140,7 +140,7 @@ class LoaderPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
         self._n_skipped = state['n']
-        self._holds_last = state['holds_last']
+        self._holds_last = state.get('holds_last', False)
         self._own_state = state['now']
         self.draws = state['draws']
         self.number = state['number']
@@ -180,7 +180,6 @@ class LoaderPosition:
         n_drawn: int,  # batches of this epoch drawn so far
         last: Any = None,  # the last of them, held by `hold_batch`; None: unknown
         is_ended: bool = False,  # whether no batch of the epoch is left
-        holds_last: bool = False,  # whether the last of them is not used yet
     ) -> State:
         """Return the position after `n_drawn` batches as tensors and plain values, without the global generators.
 
@@ -211,7 +210,6 @@ class LoaderPosition:
             'before_last': None if start is None else self._before_last,
             'digest': None if last is None else digest_batch(last),
             'is_ended': is_ended,
-            'holds_last': holds_last,
             'workers': self.workers,
             'workers_ran': self._workers_ran,
             'workers_run': self.n_workers > 0 and workers_run(self.dl),

@@ -15,9 +15,11 @@ import torch
 from typing_extensions import override
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
+from learnkit.core.errors import CheckpointError
 from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.last_batch import hold_batch
+from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import without_callbacks
@@ -196,7 +198,13 @@ class LightningPositions(TrainingPositions):
             return super().state_dict(learn, within_epoch)
         if self.is_last:
             return position.state_dict(learn.iter + 1, self.last, is_ended=True)
-        return position.state_dict(learn.iter + 2, hold_batch(ahead.batch), holds_last=True)
+        if type(position) is not LoaderPosition:
+            raise CheckpointError(
+                'Several training loaders, of which one has no length, cannot be resumed within an epoch: take '
+                'checkpoints at its end, `Checkpoint()`.'
+            )
+        state = position.state_dict(learn.iter + 2, hold_batch(ahead.batch))
+        return {**state, 'holds_last': True}
 
     @override
     def close(self) -> None:
