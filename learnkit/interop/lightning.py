@@ -17,6 +17,7 @@ from learnkit.core.time import as_time
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_callback, as_list
+from learnkit.engine.pause import PausedState
 from learnkit.interop.adapter import CallbackAdapter, find_or_add
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
 from learnkit.interop.lightning_data import LoaderSource
@@ -207,7 +208,8 @@ class LightningLearner(Learner):
         if trainer.is_independent:
             trainer.max_steps = int(length.value) if length.unit in ('st', 'ba') else -1
         if len(args) < 4:  # `reset_opt` is not given by position
-            kwargs.setdefault('reset_opt', True)
+            is_paused = isinstance(kwargs.get('resume'), PausedState)
+            kwargs.setdefault('reset_opt', not is_paused)
         super().fit(n_epoch, *args, **kwargs)
 
     @override

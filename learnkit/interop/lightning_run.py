@@ -217,7 +217,8 @@ class LightningRun(LightningHost):
         self.is_over = False
         learn.epoch = self.trainer.first_epoch
         trainer = self.trainer
-        if trainer.accumulate_grad_batches > 1 and trainer.num_training_batches == math.inf:
+        has_length = trainer.num_training_batches != math.inf or not trainer.is_independent
+        if trainer.accumulate_grad_batches > 1 and not has_length:
             raise OptionError('accumulate_grad_batches needs a training loader with a length.')
         if self.module is not None and any(
             isinstance(cb, GradientAccumulation) for cb in learn.cbs
