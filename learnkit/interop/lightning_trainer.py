@@ -152,11 +152,30 @@ class Trainer(View):
     ) -> None:
         options = dict(locals())
         check_refused(options)
-        for name in AS_GIVEN:
-            setattr(self, name, options[name])
         check_strategy(strategy)
         self.precision_option = read_precision(precision)
         self.device = read_device(accelerator, devices)
+        self._init_state()
+        for name in AS_GIVEN:
+            setattr(self, name, options[name])
+        for name in LIMITS:
+            setattr(self, name, read_limit(name, options[name]))
+        self._init_evaluations(val_check_interval, num_sanity_val_steps)
+        self.min_epochs = min_epochs or int(min_steps is not None)
+        self.fast_dev_run = fast_dev_run == 1 or fast_dev_run
+        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
+        self.enable_progress_bar = enable_progress_bar is not False
+        self.root_dir = None if default_root_dir is None else as_local_path(default_root_dir)
+        self._callbacks: list[Any] | None = [*as_list(callbacks)]
+        self._add_callbacks(enable_checkpointing, enable_model_summary, max_time)
+        self.max_epochs = read_epochs(max_epochs, max_steps, bool(self._list_kind('Timer')))
+        self.profiler = make_profiler(profiler)
+        self.loggers = self._make_loggers(logger)
+        self._shorten()
+        set_determinism(deterministic, benchmark)
+
+    def _init_state(self) -> None:
+        "Set the state of a Trainer that has run nothing, and its parts by Lightning's names."
         self.trainer = self
         self.host: Any = None  # `LightningRun` of the module
         self.source: LoaderSource | None = None
@@ -167,34 +186,18 @@ class Trainer(View):
         self._validation_epoch = 0  # epoch at which the validation loaders were asked for
         self._checkpoint: Mapping[str, Any] | None = None  # of Lightning, which the fit continues
         self._should_stop = False
-        # length of a fit
-        self.min_epochs = min_epochs or int(min_steps is not None)
-        # batches and evaluations
-        for name in LIMITS:
-            setattr(self, name, read_limit(name, options[name]))
-        self.val_check_seconds = read_seconds(val_check_interval)
-        every = None if self.val_check_seconds is not None else val_check_interval
-        self.val_check_interval = read_limit('val_check_interval', every)
-        n_sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
-        self.num_sanity_val_steps: float = math.inf if n_sanity == -1 else n_sanity
-        self.fast_dev_run = (
-            True if fast_dev_run is not False and fast_dev_run == 1 else fast_dev_run
-        )
-        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
-        # the run
-        self.enable_progress_bar = enable_progress_bar is not False
-        self.root_dir = None if default_root_dir is None else as_local_path(default_root_dir)
         self.strategy = Strategy(self)
         self.precision_plugin = PrecisionView(self)
         self._data_connector = DataConnector(self)
         self.fit_loop = self._logger_connector = FitLoop(self)
-        self._callbacks: list[Any] | None = [*as_list(callbacks)]
-        self._add_callbacks(enable_checkpointing, enable_model_summary, max_time)
-        self.max_epochs = read_epochs(max_epochs, max_steps, bool(self._list_kind('Timer')))
-        self.profiler = make_profiler(profiler)
-        self.loggers = self._make_loggers(logger)
-        self._shorten()
-        set_determinism(deterministic, benchmark)
+
+    def _init_evaluations(self, val_check_interval: Any, n_sanity: int | None) -> None:
+        "Read when to evaluate: a time, a share of an epoch or a number of batches."
+        self.val_check_seconds = read_seconds(val_check_interval)
+        every = None if self.val_check_seconds is not None else val_check_interval
+        self.val_check_interval = read_limit('val_check_interval', every)
+        n_sanity = 2 if n_sanity is None else n_sanity
+        self.num_sanity_val_steps: float = math.inf if n_sanity == -1 else n_sanity
 
     @classmethod
     def of_learner(cls, host: LightningHost, **options: Any) -> Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.helpers.learners import bare_learner
 from tests.peers.__main__ import PAGE, WILD, begin, wild_table
 from tests.peers.environments import PEERS, SCRIPTS
 from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
+from tests.peers.scripts_bench import read_table as read_programs
 from tests.peers.wild_bench import SOURCES, TABLE, Case, Files, read_table, run_cases
 
 
@@ -153,3 +155,10 @@ def test_classes_of_a_table_run_with_the_conditions_of_a_library() -> None:
     table = wild_table([smaller, twice])
     assert 'Callbacks: of 2, 2 run unchanged, 1 have equal numbers.' in table
     assert table.endswith('| `owner/name: Smaller, twice` | yes | the weights differ |')
+
+
+def test_programs_of_lightning_users_are_named_with_their_commits() -> None:
+    programs = read_programs()
+    assert len({program.name for program in programs}) == len(programs) >= 20
+    assert all(re.fullmatch(r'[0-9a-f]{40}', program.commit) for program in programs)
+    assert all(program.shows and program.file.endswith('.py') for program in programs)
