@@ -304,8 +304,8 @@ def compare(program: Program, folder: Path) -> Row:
     why = program.why
     if ours.error != theirs.error:
         why = ours.error or f'{why} (in Lightning: {theirs.error})'
-    elif not theirs.n_fits:
-        why = theirs.error or 'no fit'
+    elif theirs.error:
+        why = f'in both, after {theirs.n_fits} fits: {theirs.error[:100]}'
     same = ours.n_fits == theirs.n_fits and sorted(ours.tensors) == sorted(theirs.tensors)
     numbers = compare_numbers(ours.tensors, theirs.tensors) if same and theirs.n_fits else TOO_FAR
     return Row(program.name, not ours.error or ours.error == theirs.error, same, numbers, why, PART)
