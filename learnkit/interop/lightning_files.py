@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +76,14 @@ def find_state_key(cb: Any) -> str:
     return key
 
 
-def read_checkpoint(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    "Read a checkpoint of Lightning; raise `CheckpointError` for another file."
-    checkpoint = torch.load(path, map_location='cpu', weights_only=bool(weights_only))
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    "Read a checkpoint of Lightning; raise `CheckpointError` for another file, or for one that holds objects."
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except UnpicklingError as e:
+        raise CheckpointError(
+            f'{path} holds more than tensors and plain values, and loading it could run code: {e}'
+        ) from None
     if not isinstance(checkpoint, dict) or 'state_dict' not in checkpoint:
         raise CheckpointError(f'{path} is not a checkpoint of Lightning: it has no `state_dict`.')
     return checkpoint

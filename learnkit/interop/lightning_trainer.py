@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,7 +279,7 @@ class Trainer(View):
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: Any = None,  # checkpoint of Lightning or learnkit, 'best', 'last'
-        weights_only: bool | None = None,
+        weights_only: bool | None = None,  # files are always read as plain data
     ) -> None:
         "Train a module, as `lightning.Trainer.fit`."
         source = self._connect(
@@ -289,7 +290,7 @@ class Trainer(View):
         if path is not None and not is_lightning_file(path):
             resume = path
         elif path is not None:
-            self._checkpoint = read_checkpoint(path, weights_only)
+            self._checkpoint = read_checkpoint(path)
             self.first_epoch = find_first_epoch(path, self._checkpoint)
             load_weights(self, self._checkpoint)
         learn = self._make_learner(self._list_fit_loaders(source))
@@ -308,7 +309,7 @@ class Trainer(View):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # of each loader
         "Evaluate validation loaders, as `lightning.Trainer.validate`."
-        named = self._begin('validate', model, dataloaders, datamodule, ckpt_path, weights_only)
+        named = self._begin('validate', model, dataloaders, datamodule, ckpt_path)
         return self._evaluate(named, verbose)
 
     def test(
@@ -321,7 +322,7 @@ class Trainer(View):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         "Evaluate test loaders with `test_step`, as `lightning.Trainer.test`."
-        named = self._begin('test', model, dataloaders, datamodule, ckpt_path, weights_only)
+        named = self._begin('test', model, dataloaders, datamodule, ckpt_path)
         return self._evaluate(named, verbose)
 
     def _evaluate(self, named: dict[str, Any], verbose: bool) -> list[dict[str, float]]:
@@ -346,7 +347,7 @@ class Trainer(View):
         weights_only: bool | None = None,
     ) -> Any:  # results of `predict_step` by batch; of several loaders, a list of these
         "Predict with `predict_step`, as `lightning.Trainer.predict`."
-        named = self._begin('predict', model, dataloaders, datamodule, ckpt_path, weights_only)
+        named = self._begin('predict', model, dataloaders, datamodule, ckpt_path)
         with self._settings():
             predicted = self.host.predict(named, return_predictions is not False)
         self.host.end(self.fn)
@@ -356,7 +357,7 @@ class Trainer(View):
         return predicted[0] if len(predicted) == 1 else predicted
 
     def _begin(
-        self, fn: str, model: Any, loaders: Any, datamodule: Any, path: Any, weights_only: Any
+        self, fn: str, model: Any, loaders: Any, datamodule: Any, path: Any
     ) -> dict[str, Any]:
         "Begin an evaluation or a prediction, and return its loaders by name."
         if model is None and self.host is None:
@@ -367,7 +368,7 @@ class Trainer(View):
         source = self._connect(fn, module, datamodule, **{KINDS[fn]: loaders})
         file = self._find_checkpoint(path)
         if file is not None:
-            load_weights(self, read_checkpoint(file, weights_only))
+            load_weights(self, read_checkpoint(file))
         named = source.list_named(KINDS[fn])
         if self.learn is None:
             self._make_learner(DataLoaders(next(iter(named.values())), named))
@@ -375,8 +376,6 @@ class Trainer(View):
 
     def _connect(self, fn: str, module: nn.Module, datamodule: Any, **given: Any) -> LoaderSource:
         "Connect a module and its data: call the hooks before the loaders are asked for."
-        from learnkit.interop.lightning_run import LightningRun
-
         module = getattr(module, '_orig_mod', module)  # of torch.compile
         for kind, loader in given.items():
             if hasattr(loader, f'{kind}_dataloader'):
@@ -385,7 +384,9 @@ class Trainer(View):
         is_new = self.host is None or self.host.module is not module
         if fn == 'fit' or is_new:
             before = None if is_new else self.host
-            self.host = LightningRun(module, trainer=self)
+            # these modules import this one
+            run = import_module('learnkit.interop.lightning_run')
+            self.host = run.LightningRun(module, trainer=self)
             self.first_epoch = 0 if before is None else self.n_epochs_done_of(before)
             self._validation_epoch = self.first_epoch
             if before is not None:
@@ -451,12 +452,11 @@ class Trainer(View):
         return self._make_learner(self._list_fit_loaders(source), as_list(cbs), **options)
 
     def _make_learner(self, dls: DataLoaders, cbs: Sequence[Any] = (), **options: Any) -> Any:
-        from learnkit.interop.lightning import LightningLearner, as_learnkit
-
+        lightning = import_module('learnkit.interop.lightning')
         dls.device = self.device
         assert self._callbacks is not None
         self._callbacks = sort_callbacks([*self._callbacks, *cbs])
-        adapted = [as_learnkit(cb) for cb in self._callbacks]
+        adapted = [lightning.as_learnkit(cb) for cb in self._callbacks]
         own_loggers = [cb for cb in self.loggers if isinstance(cb, Callback)]
         more: list[Callback] = []
         if self.precision_option.autocast:
@@ -464,7 +464,9 @@ class Trainer(View):
         if self.resume and not any(isinstance(cb, Checkpoint) for cb in adapted):
             more.append(Checkpoint(folder=Path(self.default_root_dir, 'resume')))
         options.setdefault('path', self.default_root_dir)
-        return LightningLearner(self.host, dls, [*adapted, *own_loggers, *more], **options)
+        return lightning.LightningLearner(
+            self.host, dls, [*adapted, *own_loggers, *more], **options
+        )
 
     def _find_checkpoint(self, ckpt_path: Any) -> Path | None:
         "Return the file of a checkpoint: a path, or the best or last one of `ModelCheckpoint`."

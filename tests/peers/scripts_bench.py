@@ -305,9 +305,10 @@ def compare(program: Program, folder: Path) -> Row:
     if ours.error != theirs.error:
         why = ours.error or f'{why} (in Lightning: {theirs.error})'
     elif theirs.error:
-        why = f'in both, after {theirs.n_fits} fits: {theirs.error[:100]}'
+        why = f'in both, then: {theirs.error[:100]}'
     same = ours.n_fits == theirs.n_fits and sorted(ours.tensors) == sorted(theirs.tensors)
-    numbers = compare_numbers(ours.tensors, theirs.tensors) if same and theirs.n_fits else TOO_FAR
+    is_measured = same and bool(theirs.tensors)
+    numbers = compare_numbers(ours.tensors, theirs.tensors) if is_measured else TOO_FAR
     return Row(program.name, not ours.error or ours.error == theirs.error, same, numbers, why, PART)
 
 
