@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sized
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -17,9 +17,6 @@ from learnkit.data.torch_loader import rebuild
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
 from learnkit.interop.lightning_options import PACKAGES, find_package
 
-if TYPE_CHECKING:
-    from learnkit.interop.lightning_trainer import Trainer
-
 KINDS = {'fit': 'train', 'validate': 'val', 'test': 'test', 'predict': 'predict'}
 
 
@@ -28,7 +25,7 @@ class LoaderSource:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Any,
         module: nn.Module,
         datamodule: Any = None,  # LightningDataModule, or an object with its methods
         attached: Any = None,  # data module of an earlier run: its hooks are called, as in Lightning

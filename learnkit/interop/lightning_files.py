@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,11 +16,8 @@ from learnkit.interop.hooks import keep_plain
 from learnkit.interop.lightning_host import LightningHost
 from learnkit.metrics.state import collect_torchmetrics, list_parts, set_states
 
-if TYPE_CHECKING:
-    from learnkit.interop.lightning_trainer import Trainer
 
-
-def dump_checkpoint(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
+def dump_checkpoint(trainer: Any, weights_only: bool) -> dict[str, Any]:
     "Return the contents of a checkpoint of Lightning."
     module: Any = trainer.model
     checkpoint: dict[str, Any] = {
@@ -57,7 +54,7 @@ def add_datamodule(datamodule: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint['datamodule_hyper_parameters'] = dict(datamodule.hparams)
 
 
-def dump_progress(trainer: Trainer) -> dict[str, Any]:
+def dump_progress(trainer: Any) -> dict[str, Any]:
     "Return the epochs and batches of a fit by Lightning's names."
     loop = trainer.fit_loop
     epochs, batches = loop.epoch_progress.current, loop.batch_progress.current
@@ -108,7 +105,7 @@ def find_first_epoch(path: str | Path, checkpoint: Mapping[str, Any]) -> int:
     return processed + 1
 
 
-def load_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+def load_weights(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
     "Load the module, its data module and the states of callbacks from a checkpoint of Lightning."
     host, module = trainer.host, trainer.model
     datamodule = trainer.datamodule
@@ -128,7 +125,7 @@ def load_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
             cb.load_state_dict(states[find_state_key(cb)])
 
 
-def load_optimizers(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+def load_optimizers(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
     "Load optimizers, schedulers and the number of steps from a checkpoint of Lightning."
     for opt, state in zip(trainer.optimizers, checkpoint.get('optimizer_states', ()), strict=False):
         opt.load_state_dict(state)

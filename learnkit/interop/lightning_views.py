@@ -22,7 +22,6 @@ from learnkit.interop.lightning_host import LightningHost
 from learnkit.interop.lightning_options import Precision
 
 if TYPE_CHECKING:
-    from learnkit.interop.lightning_trainer import Trainer
     from learnkit.learner import Learner
 
 
@@ -51,7 +50,7 @@ class View:
 class TrainerView(View):
     "Part of a Trainer."
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     @property
@@ -220,7 +219,7 @@ def count_progress(ready: int, completed: int) -> SimpleNamespace:
 class FitLoop(TrainerView):
     "What Lightning's own callbacks read of `trainer.fit_loop`, which is not public there."
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._skip_backward = False
         self._n_added = 0  # number of batches that a callback has added to `max_batches`
