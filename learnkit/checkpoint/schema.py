@@ -165,6 +165,7 @@ _POSITION = {
     'before_last': Maybe(is_rng),
     'digest': Maybe(Each(is_digest)),
     'is_ended': bool,
+    'holds_last': Optional(bool),  # of a pass that is read ahead
     'start': Maybe({**_LOADER, 'rng': Optional(is_rng)}),
     'now': _LOADER,
     'workers': is_count,

@@ -121,6 +121,9 @@ class LoaderPosition:
         self._own_state = State()
         self._digest: Digest | None = None
         self._is_ended = False
+        # whether the last drawn batch is not used yet, and of a resumed position this batch
+        self._holds_last = False
+        self.last_drawn: Any = None
 
     @classmethod
     def resume(
@@ -143,6 +146,7 @@ class LoaderPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
         self._n_skipped = state['n']
+        self._holds_last = state.get('holds_last', False)
         self._own_state = state['now']
         self.draws = state['draws']
         self.number = state['number']
@@ -401,7 +405,8 @@ class LoaderPosition:
             restore_rng(current)
 
     def _has_whole_state(self) -> bool:
-        return self._own_state.get('loader') is not None and not has_lossy_state(self.dl)
+        is_whole = self._own_state.get('loader') is not None and not has_lossy_state(self.dl)
+        return is_whole and not self._holds_last  # a batch that is not used is drawn again
 
     def _resume_by_state(self, n: int) -> Iterator[Any]:
         "Return the batches that remain after the loader's own state is loaded."
@@ -512,6 +517,7 @@ class LoaderPosition:
             if batch is _END:
                 is_shared = self._draws_global or not are_equal(after_first, rng)
                 raise _error_of_early_end(i, n, is_shared)
+        self.last_drawn = batch if self._holds_last else None
         if n and self._digest is not None:
             is_shared = self._draws_global or not are_equal(after_first, rng)
             self._compare(digest_batch(hold_batch(batch)), is_shared)

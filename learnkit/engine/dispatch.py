@@ -624,6 +624,17 @@ def run_fastai_handler(cb: Any, event_name: str) -> Any:
         raise
 
 
+@contextmanager
+def without_callbacks(learn: Any, cbs: Iterable[Any]) -> Iterator[None]:
+    "Switch callbacks off within a context."
+    callbacks = learn.parts.callbacks
+    held = callbacks.hold(cbs)
+    try:
+        yield
+    finally:
+        callbacks.release(held)
+
+
 def list_running(learn: Learner) -> list[tuple[Any, str]]:
     "Return the callbacks whose handlers are running, with their events, innermost first."
     found = []

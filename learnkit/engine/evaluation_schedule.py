@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from learnkit.core.errors import TimeError
+from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Time, Timestamp, count_crossings
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
@@ -24,7 +25,12 @@ AT_EPOCH_ENDS = ('ep', 'iter')  # units of intervals that end with an epoch
 
 
 class EvaluationSchedule:
-    "Interval and last evaluation, in this fit, of each validation loader. Checkpointed."
+    """Interval and last evaluation, in this fit, of each validation loader. Checkpointed.
+
+    An evaluation restores all random generators: a training with evaluations equals one without them.
+    """
+
+    is_independent = True  # False: evaluations and trainings draw from the same generators
 
     def __init__(self) -> None:
         self.every: Time | None = None  # interval of loaders without their own; None: never
@@ -35,13 +41,18 @@ class EvaluationSchedule:
 
     @contextmanager
     def opened(self, learn: Learner) -> Iterator[None]:
-        "Mark an evaluation as running within a context."
+        "Mark an evaluation as running within a context, and restore the global generators at its end."
         outer = self.running  # True if a callback starts this evaluation in another one
         self.running = True
         try:
-            yield
+            with preserved_rng() if self.is_independent else nullcontext():
+                yield
         finally:
             self.running = outer
+
+    def preserved(self, dl: Any) -> AbstractContextManager[None]:
+        "Return a context that restores the generators of a loader that is evaluated at its end."
+        return preserved_generators(dl) if self.is_independent else nullcontext()
 
     def every_of(self, learn: Learner, name: str) -> Time | None:
         "Return the interval of a loader, or None for never."
@@ -130,7 +141,7 @@ class EvaluateWithinEpochs(Callback):
         due = learn.parts.evaluations.list_due(learn, at_epoch_end=False)
         if not due:
             return
-        with preserved_state(learn):
+        with preserved_state(learn, learn.parts.evaluations.is_independent):
             try:
                 learn.do_evaluation(due)
             except BaseException as e:

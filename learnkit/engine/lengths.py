@@ -51,6 +51,11 @@ class Lengths:
         )  # another loader may have the same `id` later
         return given if is_known and said == n else n
 
+    def limit(self, learn: Learner, dl: Any) -> int | None:
+        "Return the number of batches after which a pass ends without asking for another one, or None."
+        is_cut = self.find(dl) is None and dl is learn.dls.train
+        return getattr(learn.dls, 'n_iter', None) if is_cut else None
+
     def correct(
         self,
         dl: Any,
@@ -132,5 +137,5 @@ def find_length(learn: Learner, dl: Any) -> int | None:
 def epoch_length(learn: Learner, dl: Any) -> tuple[int | None, int | None]:
     "Return the number of batches in an epoch of `dl`, or None, and the limit `n_iter` on it, or None."
     n = find_length(learn, dl)
-    limit = getattr(learn.dls, 'n_iter', None) if n is None and dl is learn.dls.train else None
+    limit = learn.parts.lengths.limit(learn, dl)
     return (limit if n is None else n), limit

@@ -34,7 +34,6 @@ from learnkit.core.errors import (
     StepPutOff,
 )
 from learnkit.core.model import model_device
-from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.events import LEVELS
@@ -94,10 +93,10 @@ class Loop(CallbackHost, LoopFields):
         loaders = evaluation_loaders(self.dls) if loaders is None else loaders
         if not loaders:
             return
-        with preserved_rng(), self.parts.evaluations.opened(self):
+        with self.parts.evaluations.opened(self):
             self('before_eval')
             for self.dl_name, dl in loaders:
-                with preserved_generators(dl):
+                with self.parts.evaluations.preserved(dl):
                     self._do_epoch_validate(dl=dl)
             self('after_eval')
 

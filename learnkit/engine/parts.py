@@ -58,3 +58,10 @@ class Parts:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != 'callbacks'}
+
+
+def replace_flow(learn: Learner, evaluations: Any, lengths: Any, positions: Any) -> None:
+    "Have a Learner evaluate, count and draw batches by other objects than its own, of subclasses."
+    parts = learn.parts
+    parts.evaluations, parts.lengths, parts.positions = evaluations, lengths, positions
+    learn.seams.source = positions  # of evaluations, too

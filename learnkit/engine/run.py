@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -321,11 +321,15 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
 
 
 @contextmanager
-def preserved_state(learn: Learner) -> Iterator[None]:
+def preserved_state(
+    learn: Learner,
+    with_generators: bool = True,  # restore the global generators, too
+) -> Iterator[None]:
     "Restore the random generators, the mode of each module and the loop's state at the end of a context."
     before = {name: learn.__dict__[name] for name in RESTORED if name in learn.__dict__}
     try:
-        with preserved_modes(learn.model), preserved_rng():
+        generators = preserved_rng() if with_generators else nullcontext()
+        with preserved_modes(learn.model), generators:
             yield
     finally:
         for name in RESTORED:

@@ -68,6 +68,11 @@ class Modes:
         "Have the next training begin with the modes that the modules have now."
         self.saved = [(m, m.training) for m in model.modules()]
 
+    def restore(self) -> None:
+        "Set the modes that the modules had before the evaluation, which the next training finds."
+        for module, mode in self.saved:
+            module.training = mode
+
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         "Return the names of modules in evaluation mode, now and in training."
         named = list(bare_model(model).named_modules())
@@ -105,6 +110,14 @@ def keep_modes(learn: Learner) -> None:
     False
     """
     learn.parts.modes.keep(learn.model)
+
+
+def restore_modes(learn: Learner) -> None:
+    """Set the mode that each module had before the evaluation, as the next training does.
+
+    To be called in `after_eval`.
+    """
+    learn.parts.modes.restore()
 
 
 class TrainEvalCallback(Callback):

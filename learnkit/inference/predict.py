@@ -44,7 +44,6 @@ from learnkit.data.dataloaders import evaluation_loaders, make_unshuffled
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
 from learnkit.engine.dispatch import as_callback, as_list
-from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import (
     GatherPredsCallback,
     PredictionSink,
@@ -58,7 +57,7 @@ from learnkit.inference.loaders import (
     plan_loader,
 )
 from learnkit.inference.sinks import check_sink, open_sink
-from learnkit.inference.validate import run_in_fit_and_epoch
+from learnkit.inference.validate import open_evaluation, run_in_fit_and_epoch
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -155,11 +154,8 @@ def _run_predictions(
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
         deferred_interrupts() as deferred,
-        learn.run.lock,
-        preserved_state(learn),
-        learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
-        learn.parts.processes.run(learn, 'prediction'),
+        open_evaluation(learn, 'prediction', L(cbs)),
         deferred.paused(),
     ):
         learn.phase = 'predict'
@@ -362,7 +358,7 @@ def _do_predictions(learn: Learner, dl: Any) -> None:
     "Predict on a loader between `before_predict` and `after_predict`."
     learn.dl = dl
     learn('before_predict')
-    with preserved_generators(dl):
+    with learn.parts.evaluations.preserved(dl):
         learn._do_epoch_validate(dl=dl)
     learn('after_predict')
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,7 @@ def validate(
     try:
         with (
             deferred_interrupts() as deferred,
-            learn.run.lock,
-            preserved_state(learn),
-            learn.validation_context(cbs=cbs, inner=True),
-            learn.parts.processes.run(learn, 'evaluation'),
+            open_evaluation(learn, 'evaluation', cbs),
             deferred.paused(),
         ):
             learn.loader_name = loader_name
@@ -59,6 +57,18 @@ def validate(
         if learn.run.kind:
             del learn.final_record
             learn.__dict__.update(outer_record)
+
+
+@contextmanager
+def open_evaluation(learn: Learner, kind: str, cbs: Any = None) -> Iterator[None]:
+    "Run an evaluation or a prediction outside of a fit within a context, and restore the loop's state."
+    with (
+        learn.run.lock,
+        preserved_state(learn, learn.parts.evaluations.is_independent),
+        learn.validation_context(cbs=cbs, inner=True),
+        learn.parts.processes.run(learn, kind),
+    ):
+        yield
 
 
 def run_in_fit_and_epoch(learn: Learner, body: Callable[[], Any]) -> None:

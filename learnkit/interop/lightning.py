@@ -17,10 +17,14 @@ from learnkit.core.time import as_time
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_callback, as_list
+from learnkit.engine.pause import PausedState
 from learnkit.interop.adapter import CallbackAdapter, find_or_add
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
+from learnkit.interop.lightning_data import LoaderSource
+from learnkit.interop.lightning_flow import flow_as_lightning
 from learnkit.interop.lightning_host import TRANSFER_HOOKS, find_class_names
 from learnkit.interop.lightning_run import HOOKS, REPLACED, LightningRun
+from learnkit.interop.lightning_trainer import Trainer as Trainer
 from learnkit.learner import Learner
 
 TRAINER_OPTIONS = (
@@ -46,7 +50,8 @@ def from_lightning(
     `val_loss`. `self.trainer` has what modules and callbacks read of Lightning's Trainer; anything
     else is an `AttributeError` by name. `learn.validate(dl=loader)` calls `test_step` if the module has one.
 
-    The options of the Trainer are `accumulate_grad_batches`, `gradient_clip_val`,
+    With `trainer=Trainer(...)` of this module the Learner has all options of Lightning's Trainer, and draws random
+    numbers in its order. Without, the options of the Trainer are `accumulate_grad_batches`, `gradient_clip_val`,
     `gradient_clip_algorithm` and `log_every_n_steps`; `learn.fit(3)` is `max_epochs=3`. The data module
     is set up when the Learner is made. Any `nn.Module` with `training_step` and `configure_optimizers`
     will do; Lightning need not be installed. `MixedPrecision('bf16')` as a callback
@@ -79,7 +84,12 @@ def from_lightning(
     """
     is_module = isinstance(module_or_callback, nn.Module) and not is_callback(module_or_callback)
     if is_module and hasattr(module_or_callback, 'training_step'):
-        return LightningLearner(module_or_callback, dls, cbs, **options)
+        trainer = options.pop('trainer', None)
+        if not isinstance(trainer, Trainer):
+            check_no_trainer(trainer)
+            return make_learner(module_or_callback, dls, cbs, options)
+        check_module(module_or_callback, options)
+        return trainer.make_learner(module_or_callback, dls, cbs, options)
     if is_module or dls is not None or cbs is not None or options:
         is_known = not (is_module or is_callback(module_or_callback))
         raise ModelError(
@@ -90,6 +100,19 @@ def from_lightning(
     return _FromLightning(module_or_callback)
 
 
+def make_learner(module: nn.Module, dls: Any, cbs: Any, options: dict[str, Any]) -> Learner:
+    "Return the Learner of a module that has no Trainer of its own."
+    check_module(module, options)
+    own = own_hooks(module, ['configure_callbacks'], LIGHTNING_BASES)
+    added = as_list(own.get('configure_callbacks', list)())
+    adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
+    check_source(dls)
+    given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
+    host = LightningRun(module, **given)
+    host.attach()
+    return LightningLearner(host, make_dls(host, dls), adapted, **options)
+
+
 def check_source(dls: Any) -> None:
     "Raise `LoaderError` for an object that is not a source of data, such as Lightning's Trainer."
     kind = find_kind(dls)
@@ -97,24 +120,18 @@ def check_source(dls: Any) -> None:
         raise LoaderError(explain_kind(dls, 'data'))
 
 
-def make_dls(module: nn.Module, dls: Any) -> Any:
+def make_dls(host: LightningRun, dls: Any) -> Any:
     "Return the loaders of a LightningDataModule or of the module; other data as they are."
-    is_source = dls is None or hasattr(dls, 'train_dataloader')
-    if not is_source:
+    if dls is not None and not hasattr(dls, 'train_dataloader'):
         is_pair = isinstance(dls, tuple) and len(dls) == 2
         return DataLoaders(dls[0], name_loaders(dls[1])) if is_pair else dls
-    source = module if dls is None else dls
-    hooks = own_hooks(
-        source, ['prepare_data', 'setup', 'train_dataloader', 'val_dataloader'], LIGHTNING_BASES
-    )
-    if 'train_dataloader' not in hooks:
-        raise LoaderError(f'{type(source).__name__} has no `train_dataloader`: give `dls`.')
-    if source is not module:
-        hooks.get('prepare_data', bool)()
-        hooks.get('setup', str)('fit')
-    train = hooks['train_dataloader']()
-    valid = hooks.get('val_dataloader', lambda: None)()
-    return DataLoaders(train, name_loaders(valid))
+    source = host.trainer.source = LoaderSource(host.trainer, host.module, dls)
+    if dls is not None:
+        dls.trainer = host.trainer
+    source.prepare('fit')
+    if dls is None:
+        host.set_up_module()
+    return DataLoaders(source.get_train(), source.list_named('val') or None)
 
 
 def name_loaders(valid: Any) -> Any:
@@ -168,35 +185,31 @@ def as_learnkit(cb: Any) -> Callback:
 class LightningLearner(Learner):
     "Learner that trains a LightningModule by the module's own methods; `from_lightning` makes it."
 
-    def __init__(self, module: nn.Module, dls: Any, cbs: Any, **options: Any) -> None:
-        check_module(module, options)
-        own = own_hooks(module, ['validation_step', 'configure_callbacks'], LIGHTNING_BASES)
-        added = as_list(own.get('configure_callbacks', list)())
-        adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
-        check_source(dls)
-        given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
-        host = self._host = LightningRun(module, **given)
-        if hasattr(dls, 'train_dataloader'):
-            host.trainer.datamodule = dls
-            dls.trainer = host.trainer
-        if 'validation_step' not in own:
+    def __init__(self, host: LightningRun, dls: Any, cbs: list[Any], **options: Any) -> None:
+        self._host = host
+        if 'validation_step' not in own_hooks(host.module, ['validation_step'], LIGHTNING_BASES):
             options.setdefault('eval_every', None)
         super().__init__(
-            make_dls(module, dls),
-            module,
+            dls,
+            host.module,
             opt_func=host.optimization.make_optimizers,
-            cbs=[host, *adapted],
+            cbs=[host, *cbs],
             **options,
         )
+        if not host.trainer.is_independent:
+            flow_as_lightning(self, host)
 
     @override
     def fit(self, n_epoch: Any, *args: Any, **kwargs: Any) -> None:
         "Train as `Learner.fit`, with new optimizers of `configure_optimizers`."
         trainer, length = self._host.trainer, as_time(n_epoch, 'ep')
-        trainer.max_epochs = int(length.value) if length.unit == 'ep' else -1
-        trainer.max_steps = int(length.value) if length.unit in ('st', 'ba') else -1
+        if trainer.is_independent or length.unit == 'ep':
+            trainer.max_epochs = int(length.value) if length.unit == 'ep' else -1
+        if trainer.is_independent:
+            trainer.max_steps = int(length.value) if length.unit in ('st', 'ba') else -1
         if len(args) < 4:  # `reset_opt` is not given by position
-            kwargs.setdefault('reset_opt', True)
+            is_paused = isinstance(kwargs.get('resume'), PausedState)
+            kwargs.setdefault('reset_opt', not is_paused)
         super().fit(n_epoch, *args, **kwargs)
 
     @override
@@ -208,6 +221,7 @@ class LightningLearner(Learner):
     @override
     def _set_device(self, b: Any) -> Any:
         host = self._host
+        b = host.trainer.precision_plugin.convert_input(b)
         before, move, after = (host.find_hooks(name)[2] for name in TRANSFER_HOOKS)
         if not (before or move or after):
             return super()._set_device(b)
@@ -217,6 +231,11 @@ class LightningLearner(Learner):
         b = super()._set_device(b) if move is None else move(b, device, index)
         self.batch = b if after is None else after(b, index)
         return self.batch
+
+    @override
+    def _split(self, b: Any) -> None:
+        super()._split(b)
+        self._host.note_batch(b)
 
     @override
     def train_batch(self) -> None:
@@ -237,6 +256,12 @@ class LightningLearner(Learner):
             self.report_loss(loss)
 
 
+def check_no_trainer(trainer: Any) -> None:
+    "Raise `OptionError` for Lightning's own Trainer, whose options it has read already."
+    if trainer is not None:
+        raise OptionError(f'trainer={type(trainer).__name__}(...): {LIGHTNING_TRAINER.place}.')
+
+
 def check_module(module: nn.Module, options: Mapping[str, Any]) -> None:
     "Raise for a module that cannot be trained, and for options of the Trainer that `fit` has."
     if not callable(getattr(module, 'configure_optimizers', None)):
@@ -244,8 +269,6 @@ def check_module(module: nn.Module, options: Mapping[str, Any]) -> None:
     step: Any = module.training_step
     if 'dataloader_iter' in signature(step).parameters:
         raise ModelError('training_step(dataloader_iter) is not supported: take `batch`.')
-    if 'trainer' in options:
-        raise OptionError(f'trainer=: {LIGHTNING_TRAINER.place}.')
     for name, fix in (('max_epochs', 'learn.fit(3)'), ('max_steps', "learn.fit('100ba')")):
         if name in options:
             raise OptionError(f'{name}={options[name]!r} is the length of a fit: `{fix}`.')

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from learnkit.core.autocast import uncached_autocast
@@ -45,6 +45,7 @@ class LightningHost(Callback):
     trainer: Any  # `Trainer`
     logged: Any  # `LoggedValues`
     optimization: Any  # `Optimization`
+    positions: Any = None  # `LightningPositions` of a Learner with a Trainer
 
     def __init__(
         self,
@@ -54,7 +55,13 @@ class LightningHost(Callback):
         self.hook_name = ''  # hook that is running
         self.stage = ''  # 'validation' or 'test' during an evaluation
         self.is_over = False  # True from the end of the last epoch on
+        self.is_in_epoch = False  # True from the start of an epoch's training to its end
         self.has_evaluated = False
+        self.has_estimated = False  # True if the number of steps was read
+        self.loaders: list[tuple[str, Any]] | None = None  # of an evaluation by the Trainer
+        self.n_begun = 0  # batches of training that have begun
+        self._n_stepped = 0  # batches that ended with a step, before the current one
+        self._has_stepped = False  # whether the current batch has ended with a step
         self._hooks: dict[str, tuple[list[Any], list[Any], Any]] = {}
         self._parts: tuple[Any, ...] = ()  # inputs and targets of `_batch`
         self._batch: Any = None
@@ -70,6 +77,8 @@ class LightningHost(Callback):
 
     def list_callbacks(self) -> list[Any]:
         "Return Lightning's callbacks in its order: those that write checkpoints last."
+        if not self.trainer.is_independent:
+            return [cb for cb in self.trainer.callbacks if not isinstance(cb, Callback)]
         wrapped = [cb.wrapped for cb in list_adapters(self.learn, 'lightning')]
         return sorted(wrapped, key=lambda cb: self.is_kind(cb, 'Checkpoint'))
 
@@ -90,11 +99,12 @@ class LightningHost(Callback):
 
     def find_own(self, name: str) -> Any:
         "Return the hook that the module, or for the transfer of batches its data module, defines; or None."
-        owners = [self.module]
-        if name in TRANSFER_HOOKS and self.trainer.datamodule is not None:
-            owners.insert(0, self.trainer.datamodule)
-        found = [own_hooks(owner, [name], LIGHTNING_BASES).get(name) for owner in owners]
-        return next((hook for hook in found if hook is not None), None)
+        return own_hooks(self.find_owner(name), [name], LIGHTNING_BASES).get(name)
+
+    def find_owner(self, name: str) -> Any:
+        "Return the data module if it defines this hook of the transfer of batches; otherwise the module."
+        data = self.trainer.datamodule if name in TRANSFER_HOOKS else None
+        return data if own_hooks(data, [name], LIGHTNING_BASES) else self.module
 
     def running(self, name: str) -> Any:
         "Return a context that notes which hook runs, for `log`."
@@ -108,15 +118,34 @@ class LightningHost(Callback):
         with self.running(name):
             for hook in before:
                 self._call_hook(hook, *args)
-            result = None if own is None else own(*args)
+            result = None
+            if own is not None:
+                with self.profiled(name):
+                    result = own(*args)
             for hook in last:
                 self._call_hook(hook, *args)
         return result
 
+    def fire_callbacks(self, name: str, *args: Any) -> None:
+        "Call a hook of all callbacks, and not of the module."
+        before, last, _ = self.find_hooks(name)
+        with self.running(name):
+            for hook in (*before, *last):
+                self._call_hook(hook, *args)
+
+    def profiled(self, name: str) -> AbstractContextManager[None]:
+        "Return a context in which the Trainer's profiler measures an action of the module."
+        profiler = self.trainer.active_profiler
+        if profiler is None:
+            return nullcontext()
+        owner = type(self.module).__name__
+        context: AbstractContextManager[None] = profiler.profile(f'[LightningModule]{owner}.{name}')
+        return context
+
     def _call_hook(self, hook: Callable[..., Any], *args: Any) -> None:
         "Call a hook of a callback; raise `ModelError` if it reads what only a LightningModule has."
         try:
-            hook(self.trainer, self.learn.model, *args)
+            hook(self.trainer, self.trainer.model, *args)
         except AttributeError as e:
             if self.module is not None or e.obj is not self.learn.model or e.name is None:
                 raise
@@ -143,8 +172,9 @@ class LightningHost(Callback):
 
     def fire_own(self, name: str, default: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "Call a hook that only the module has, or the default."
-        own = self.find_hooks(name)[2] or default
-        with self.running(name):
+        own = self.find_own(name) if self.learn is None else self.find_hooks(name)[2]
+        own = own or default
+        with self.running(name), self.profiled(name):
             return own(*args, **kwargs)
 
     # -- the batch -------------------------------------------------------------------------------
@@ -160,6 +190,11 @@ class LightningHost(Callback):
             self._parts = parts
         return self._batch
 
+    def note_batch(self, batch: Any) -> None:
+        "Note the batch on the device, in the form that the loader gave it."
+        self._batch = batch
+        self._parts = (*self.learn.xb, *self.learn.yb)
+
     def forget_batch(self) -> None:
         "Release the batch: there is none, or another one."
         self._batch = None
@@ -171,12 +206,51 @@ class LightningHost(Callback):
 
     @property
     def is_last_batch(self) -> bool:
-        return self.learn.n_iter is not None and self.learn.iter + 1 == self.learn.n_iter
+        "True for the last batch of a pass; without a length only a Trainer knows it."
+        learn = self.learn
+        if learn.n_iter is not None:
+            return learn.iter + 1 == learn.n_iter
+        return learn.training and self.positions is not None and self.positions.is_last
+
+    @property
+    def n_stepped(self) -> int:
+        "Number of batches that ended with a step; without a module, the number of steps."
+        return int(self.trainer.global_step) if self.module is None else self._n_stepped
+
+    def count_stepped(self) -> None:
+        "Count the last batch if it has stepped: its evaluation has the number before."
+        self._n_stepped += self._has_stepped
+        self._has_stepped = False
+
+    def continue_counts(self, before: LightningHost) -> None:
+        "Continue the counts of an earlier fit of the module."
+        before.count_stepped()
+        self.n_begun, self._n_stepped = before.n_begun, before._n_stepped
+        self.optimization.n_steps = before.optimization.n_steps
+
+    @property
+    def is_log_due(self) -> bool:
+        "True if the values of the current batch are logged."
+        trainer = self.trainer
+        every = trainer.log_every_n_steps
+        is_forced = trainer.should_stop or trainer.fast_dev_run
+        return bool(every and ((self.n_stepped + 1) % every == 0 or is_forced))
+
+    def find_limit(self, dl: Any) -> tuple[str, int | float]:
+        "Return the name and the value of the Trainer's limit on the batches of a loader."
+        trainer, learn = self.trainer, self.learn
+        is_train = dl is learn.dls.train and not self.stage and trainer.fn == 'fit'
+        kinds = {'fit': 'train' if is_train else 'val', 'test': 'test', 'predict': 'predict'}
+        name = f'limit_{kinds.get(trainer.fn, "val")}_batches'
+        return name, getattr(trainer, name)
 
     def loader_index(self) -> int | None:
         "Return the number of the current one of several validation loaders."
-        names = [name for name, _ in evaluation_loaders(self.learn.dls)]
-        if not self.stage or len(names) < 2 or self.learn.dl_name not in names:
+        learn = self.learn
+        named = evaluation_loaders(learn.dls) if self.loaders is None else self.loaders
+        names = [name for name, _ in named]
+        is_evaluating = self.stage or (self.loaders is not None and learn.phase == 'predict')
+        if not is_evaluating or len(names) < 2 or self.learn.dl_name not in names:
             return None
         return names.index(self.learn.dl_name)
 
@@ -198,7 +272,8 @@ class LightningHost(Callback):
         # Lightning uses no cache: `training_step` may take several steps, or change weights itself
         is_training = name == 'training_step'
         autocast = uncached_autocast() if is_training else nullcontext()
-        with self.running(name), autocast:
+        default_type = self.trainer.precision_plugin.default_type()
+        with self.running(name), self.profiled(name), autocast, default_type:
             return self.learn.forward(step, *args)
 
 

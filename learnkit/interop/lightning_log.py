@@ -16,6 +16,7 @@ from learnkit.engine.callback_state import decode, encode
 from learnkit.engine.dispatch import log_to_callbacks
 from learnkit.interop.hooks import collect_epoch_values
 from learnkit.interop.lightning_host import LightningHost
+from learnkit.interop.lightning_loggers import LoggedSteps
 from learnkit.metrics.averages import RESERVED
 
 # hooks of a training batch, whose values are logged by step; values of other hooks are means of an epoch
@@ -46,6 +47,8 @@ class LoggedValues:
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, Any] = {}
+        self.steps = LoggedSteps(host)  # what Lightning's loggers receive
+        self.results: dict[str, Any] = {}  # of the last evaluation
         self.newest: dict[str, Tensor] = {}  # values of the current batch by their own names
 
     def log(
@@ -94,6 +97,7 @@ class LoggedValues:
         "Forget the values of the last run."
         for name in KEPT:
             getattr(self, name).clear()
+        self.steps.forget()
 
     def find_loss(self) -> Tensor | None:
         "Return the loss that a validation step has logged for its batch, or None."
@@ -173,11 +177,34 @@ class LoggedValues:
             self.progress_bar_metrics[name] = value
         if entry['logger']:
             self.logged_metrics[name] = value
+            self._note_for_loggers(entry, name, value, weight is not None)
             self.send(name, value, weight, entry['prog_bar'])
+
+    def _note_for_loggers(
+        self, entry: dict[str, Any], name: str, value: Any, is_batch: bool
+    ) -> None:
+        "Note a value for Lightning's loggers, and as a result of an evaluation."
+        if self.host.trainer.sanity_checking:
+            return
+        if not entry['training'] and not is_batch:
+            self.results[name] = value
+        if self.host.trainer.own_loggers:
+            self.steps.note(name, value, is_batch, entry['training'])
+
+    def list_results(self, n_loaders: int) -> list[dict[str, float]]:
+        "Return the values of the last evaluation, for each loader with those of all loaders."
+        found: list[dict[str, float]] = [{} for _ in range(n_loaders)]
+        shared: dict[str, float] = {}
+        for name, value in self.results.items():
+            _, mark, index = name.partition('/dataloader_idx_')
+            (found[int(index)] if mark else shared)[name] = float(value)
+        return [values | shared for values in found]
 
     def send(self, name: str, value: Any, weight: int | None, shown: bool) -> None:
         "Pass a value to history and loggers. A value of an epoch replaces the Recorder's `train_loss` or `valid_loss`."
         learn = self.host.learn
+        if self.host.trainer.sanity_checking:
+            return
         recorder = recorder_of(learn)
         if name not in RESERVED and name != 'step':
             log_to_callbacks(learn, name, value, weight, shown)

@@ -17,6 +17,7 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.custom_batch import take_step
 from learnkit.engine.run import run_level
 from learnkit.interop.lightning_host import LightningHost
+from learnkit.optim.wrapper import OptimWrapper
 
 
 @dataclass
@@ -138,6 +139,12 @@ class Optimization:
         if [o.optimizer for o in self._optimizers] != list(raw.values()):
             self._optimizers = [LightningOptimizer(o, name, self) for name, o in raw.items()]
         return self._optimizers
+
+    def replace(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        "Train with other optimizers from now on."
+        learn = self.host.learn
+        learn.opt = OptimWrapper(opt=optimizers[0] if len(optimizers) == 1 else optimizers)
+        learn.opt.seen = None
 
     def step_schedulers(self, interval: str, plateau: bool) -> None:
         "Step the schedulers of an interval that are due: those that need a value, or the others."

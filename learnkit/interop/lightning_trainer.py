@@ -1,223 +1,747 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-in for Lightning's Trainer, with what modules and callbacks read of it."""
+"""`Trainer`: Lightning's Trainer with a Learner behind it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from zipfile import is_zipfile
 
 import torch
+from torch import nn
 
-from learnkit.core.model import model_device
-from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.callback import MissingAttribute
-from learnkit.engine.callback_state import decode, encode
+from learnkit.callbacks.checkpoint import Checkpoint
+from learnkit.callbacks.mixed_precision import MixedPrecision
+from learnkit.core.errors import FitError, OptionError
+from learnkit.core.files import as_local_path
+from learnkit.core.hints import check_keywords
+from learnkit.core.random import preserved_rng
+from learnkit.core.time import Time
+from learnkit.data.dataloaders import DataLoaders, evaluation_loaders, n_batches
+from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import as_list
 from learnkit.engine.lengths import find_length
-from learnkit.interop.hooks import keep_plain, send_to_loggers
-from learnkit.interop.lightning_host import LightningHost
-from learnkit.metrics.state import collect_torchmetrics, list_parts, set_states
+from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
+from learnkit.interop.lightning_data import KINDS, LoaderSource, flatten_loaders
+from learnkit.interop.lightning_files import (
+    dump_checkpoint,
+    find_first_epoch,
+    load_weights,
+    read_checkpoint,
+)
+from learnkit.interop.lightning_host import LightningHost, find_class_names
+from learnkit.interop.lightning_loggers import open_loggers
+from learnkit.interop.lightning_options import (
+    PROFILERS,
+    check_refused,
+    check_strategy,
+    limit_batches,
+    make_default,
+    read_device,
+    read_epochs,
+    read_limit,
+    read_precision,
+    read_seconds,
+    set_determinism,
+)
+from learnkit.interop.lightning_views import (
+    DataConnector,
+    FitLoop,
+    LoggerView,
+    PrecisionView,
+    Strategy,
+    View,
+)
 
-if TYPE_CHECKING:
-    from learnkit.learner import Learner
-
-
-class View:
-    "Part of the Learner by Lightning's names: an attribute that it does not have is an error by name."
-
-    def __init__(self, host: LightningHost) -> None:
-        self.host = host
-
-    def __getattr__(self, name: str) -> Any:
-        why = 'The trainer of `from_lightning` has what modules and callbacks read, and not this.'
-        raise MissingAttribute(name, self, why=why)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self  # a copy of the module logs to the same Learner
-
-    @property
-    def learn(self) -> Learner:
-        return self.host.learn
-
-
-class Strategy(View):
-    "`trainer.strategy`: operations over the processes."
-
-    @property
-    def root_device(self) -> torch.device:
-        return model_device(self.learn.model, self.learn.dls)
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return self.learn.world.broadcast(value)
-
-    def barrier(self, name: str | None = None) -> None:
-        self.learn.world.barrier()
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        world = self.learn.world
-        return not world.any(not decision) if all else world.any(decision)
-
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        world = self.learn.world
-        return data if world.size == 1 else torch.stack(world.gather(data)).to(data.device)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.learn.world.is_first:
-            Path(filepath).unlink(missing_ok=True)
-
-
-class LoggerView(View):
-    "`trainer.logger`: the loggers of the Learner."
-
-    name, version = 'lightning_logs', 0
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.learn.path)
-
-    @property
-    def log_dir(self) -> str:
-        return str(Path(self.save_dir, self.name, f'version_{self.version}'))
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        for name, value in metrics.items():
-            self.host.logged.send(name, value, None, False)
-
-    def log_hyperparams(self, params: Any, *args: Any) -> None:
-        send_to_loggers(self.learn, 'log_params', dict(params))
-
-    def save(self) -> None:
-        "Do nothing: loggers write by themselves."
-
-    def finalize(self, status: str) -> None:
-        "Do nothing: loggers close by themselves."
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        "Do nothing: loggers do not upload Lightning's files."
-
-
-class FitLoop(View):
-    "What Lightning's own callbacks read of `trainer.fit_loop`, which is not public there."
-
-    def __init__(self, host: LightningHost) -> None:
-        super().__init__(host)
-        self._skip_backward = False
-        self._n_added = 0  # number of batches that a callback has added to `max_batches`
-        self.epoch_loop = self.batch_progress = self.val_loop = self
-
-    is_last_batch = property(attrgetter('host.is_last_batch'))
-    _has_run = property(attrgetter('host.has_evaluated'))
-    _batches_that_stepped = property(attrgetter('host.trainer.global_step'))
-
-    @property
-    def should_update_logs(self) -> bool:
-        trainer: Trainer = self.host.trainer
-        return (trainer.global_step + 1) % trainer.log_every_n_steps == 0
-
-    @property
-    def max_epochs(self) -> int:
-        n: int = self.host.trainer.max_epochs
-        return n
-
-    @max_epochs.setter
-    def max_epochs(self, n: int) -> None:
-        self.host.trainer.max_epochs = self.learn.n_epoch = n
-
-    @property
-    def max_batches(self) -> int:
-        return int(self.host.trainer.num_training_batches) + self._n_added
-
-    @max_batches.setter
-    def max_batches(self, n: int) -> None:
-        self._n_added += n - self.max_batches
+# options that are attributes as they are given
+AS_GIVEN = (
+    *('accumulate_grad_batches', 'gradient_clip_val', 'gradient_clip_algorithm', 'max_steps'),
+    *('min_steps', 'check_val_every_n_epoch', 'reload_dataloaders_every_n_epochs'),
+    *('inference_mode', 'detect_anomaly', 'enable_autolog_hparams', 'resume'),
+)
+LIMITS = (
+    *('limit_train_batches', 'limit_val_batches', 'limit_test_batches', 'limit_predict_batches'),
+    'overfit_batches',
+)
 
 
 class Trainer(View):
-    "The Learner as Lightning's `Trainer`."
+    """Train a LightningModule as `lightning.Trainer` does, with the options and methods of that class.
 
-    # options of a Trainer that have one value here
-    fast_dev_run = sanity_checking = barebones = received_sigterm = False
-    ckpt_path = min_epochs = min_steps = None
-    num_sanity_val_steps = overfit_batches = reload_dataloaders_every_n_epochs = 0
-    limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = 1.0
-    num_nodes, node_rank, precision = 1, 0, '32-true'
+    A script changes one import. Random numbers are drawn in Lightning's order, so weights are equal bit for bit.
+    `trainer.learn` is the Learner that trains: exact resume, `rewind`, `pause` and `first_difference` come with it.
+    Options without an effect here raise an error: `plugins`, `num_nodes`, `sync_batchnorm`, `model_registry`,
+    `barebones`, and several devices in one process.
 
+    With `resume=True`, the fit writes a checkpoint after every epoch, and the same script continues a killed run at the
+    exact batch. A callback `Checkpoint(every='500ba')` sets another interval. Lightning's own loggers, progress bars,
+    profilers and `ModelCheckpoint` are the defaults if the program has imported Lightning.
+
+    Raises `OptionError` for values that are not supported, before anything has changed.
+
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> class Line(nn.Module):  # or LightningModule
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.net = nn.Linear(1, 1)
+    ...     def training_step(self, batch, batch_idx):
+    ...         x, y = batch
+    ...         return nn.functional.mse_loss(self.net(x), y)
+    ...     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)
+    >>> x = torch.linspace(-1, 1, 64)[:, None]
+    >>> trainer = Trainer(max_epochs=2, enable_progress_bar=False, logger=False, enable_checkpointing=False)
+    >>> trainer.fit(Line(), DataLoader(TensorDataset(x, 2 * x), 16, shuffle=True))
+    >>> trainer.global_step, trainer.current_epoch, len(trainer.learn.history)
+    (8, 2, 2)
+    """
+
+    barebones = received_sigterm = False
+    num_nodes, node_rank = 1, 0
+
+    @check_keywords
     def __init__(
         self,
-        host: LightningHost,
+        *,
+        accelerator: Any = 'auto',
+        strategy: Any = 'auto',
+        devices: Any = 'auto',
+        num_nodes: int = 1,
+        precision: Any = None,
+        logger: Any = None,
+        callbacks: Any = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Any = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: Any = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        log_every_n_steps: int = 50,
-        datamodule: Any = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Any = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: Any = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+        resume: Any = False,  # checkpoint of learnkit to resume, as for `Learner.fit`
     ) -> None:
-        super().__init__(host)
-        self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = gradient_clip_algorithm
-        self.log_every_n_steps = log_every_n_steps
-        self.datamodule = datamodule
-        self.max_epochs = self.max_steps = -1  # of the fit; -1: no limit
-        self.strategy = Strategy(host)
-        self.fit_loop = self._logger_connector = FitLoop(host)
-        self.logger = LoggerView(host)
-        self.loggers = [self.logger]
+        options = dict(locals())
+        check_refused(options)
+        check_strategy(strategy)
+        self.precision_option = read_precision(precision)
+        self.device = read_device(accelerator, devices)
+        self._init_state()
+        for name in AS_GIVEN:
+            setattr(self, name, options[name])
+        for name in LIMITS:
+            setattr(self, name, read_limit(name, options[name]))
+        self._init_evaluations(val_check_interval, num_sanity_val_steps)
+        self.min_epochs = min_epochs or int(min_steps is not None)
+        self.fast_dev_run = fast_dev_run == 1 or fast_dev_run
+        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
+        self.enable_progress_bar = enable_progress_bar is not False
+        self.root_dir = None if default_root_dir is None else as_local_path(default_root_dir)
+        self._callbacks: list[Any] | None = [*as_list(callbacks)]
+        self._add_callbacks(enable_checkpointing, enable_model_summary, max_time)
+        self.max_epochs = read_epochs(max_epochs, max_steps, bool(self._list_kind('Timer')))
+        self.profiler = make_profiler(profiler)
+        self.loggers = self._make_loggers(logger)
+        self._shorten()
+        set_determinism(deterministic, benchmark)
 
-    # what the Learner and its parts have under other names
+    def _init_state(self) -> None:
+        "Set the state of a Trainer that has run nothing, and its parts by Lightning's names."
+        self.trainer = self
+        self.host: Any = None  # `LightningRun` of the module
+        self.source: LoaderSource | None = None
+        self.fn: str | None = None  # 'fit', 'validate', 'test' or 'predict'
+        self.sanity_checking = False
+        self.ckpt_path: Any = None
+        self.first_epoch = 0  # of the fit; others were trained before
+        self._validation_epoch = 0  # epoch at which the validation loaders were asked for
+        self._checkpoint: Mapping[str, Any] | None = None  # of Lightning, which the fit continues
+        self._should_stop = False
+        self.strategy = Strategy(self)
+        self.precision_plugin = PrecisionView(self)
+        self._data_connector = DataConnector(self)
+        self.fit_loop = self._logger_connector = FitLoop(self)
+
+    def _init_evaluations(self, val_check_interval: Any, n_sanity: int | None) -> None:
+        "Read when to evaluate: a time, a share of an epoch or a number of batches."
+        self.val_check_seconds = read_seconds(val_check_interval)
+        every = None if self.val_check_seconds is not None else val_check_interval
+        self.val_check_interval = read_limit('val_check_interval', every)
+        n_sanity = 2 if n_sanity is None else n_sanity
+        self.num_sanity_val_steps: float = math.inf if n_sanity == -1 else n_sanity
+
+    @classmethod
+    def of_learner(cls, host: LightningHost, **options: Any) -> Trainer:
+        "Return the Trainer of a Learner that was made without one."
+        trainer = cls(
+            logger=False, enable_checkpointing=False, enable_model_summary=False, **options
+        )
+        trainer.host = host
+        trainer.loggers = [LoggerView(trainer)]
+        trainer._callbacks = None
+        trainer.max_epochs = -1
+        return trainer
+
+    @property
+    def is_independent(self) -> bool:
+        "True if the Learner was made without a Trainer: evaluations leave no trace in its training."
+        return self._callbacks is None
+
+    # -- options -----------------------------------------------------------------------------------
+
+    def _add_callbacks(
+        self, checkpointing: bool | None, summary: bool | None, max_time: Any
+    ) -> None:
+        "Add the callbacks of Lightning that its Trainer adds."
+        has_checkpoint = bool(self.checkpoint_callbacks)
+        if has_checkpoint and checkpointing is False:
+            raise OptionError(
+                'Trainer(enable_checkpointing=False) with a ModelCheckpoint: leave one out.'
+            )
+        if self.progress_bar_callback is not None and not self.enable_progress_bar:
+            raise OptionError(
+                'Trainer(enable_progress_bar=False) with a progress bar: leave one out.'
+            )
+        added = []
+        if not has_checkpoint and checkpointing is not False:
+            added.append(make_default('callbacks.ModelCheckpoint'))
+        if max_time is not None and not self._list_kind('Timer'):
+            timer = make_default('callbacks.Timer', duration=max_time, interval='step')
+            if timer is None:
+                raise OptionError('Trainer(max_time=...) needs Lightning: use `learn.fit("2h")`.')
+            added.append(timer)
+        if summary is not False and not self._list_kind('ModelSummary'):
+            added.append(make_default('callbacks.ModelSummary'))
+        assert self._callbacks is not None
+        self._callbacks = sort_callbacks([*self._callbacks, *filter(None, added)])
+
+    def _make_loggers(self, logger: Any) -> list[Any]:
+        "Return the loggers of the option `logger`; True is TensorBoard, or a CSV file without that package."
+        if logger is None or logger is True:
+            folder = self.default_root_dir
+            try:
+                made = make_default('loggers.TensorBoardLogger', folder)
+            except ModuleNotFoundError:
+                made = make_default('loggers.CSVLogger', folder)
+            return [LoggerView(self) if made is None else made]
+        return list(logger) if isinstance(logger, (list, tuple)) else as_list(logger or None)
+
+    def _shorten(self) -> None:
+        "Set the options that `fast_dev_run` and `overfit_batches` set."
+        n = int(self.fast_dev_run)
+        if n:
+            self.limit_train_batches = self.limit_val_batches = n
+            self.limit_test_batches = self.limit_predict_batches = n
+            self.max_steps, self.max_epochs, self.num_sanity_val_steps = n, 1, 0
+            self.val_check_interval, self.val_check_seconds = 1.0, None
+            self.check_val_every_n_epoch = 1
+            dummy = make_default('loggers.logger.DummyLogger') if self.loggers else None
+            self.loggers = [] if dummy is None else [dummy]
+        if self.overfit_batches > 0:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: nn.Module,  # LightningModule
+        train_dataloaders: Any = None,  # loader, or a data module
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,  # checkpoint of Lightning or learnkit, 'best', 'last'
+        weights_only: bool | None = None,  # files are always read as plain data
+    ) -> None:
+        "Train a module, as `lightning.Trainer.fit`."
+        source = self._connect(
+            'fit', model, datamodule, train=train_dataloaders, val=val_dataloaders
+        )
+        path = self._find_checkpoint(ckpt_path)
+        resume = self.resume
+        if path is not None and not is_lightning_file(path):
+            resume = path
+        elif path is not None:
+            self._checkpoint = read_checkpoint(path)
+            self.first_epoch = find_first_epoch(path, self._checkpoint)
+            load_weights(self, self._checkpoint)
+        learn = self._make_learner(self._list_fit_loaders(source))
+        # a fit without a number of epochs ends at a limit of its own, see `is_over`
+        length = self.max_epochs if self.max_epochs >= 0 else Time(2**40, 'ba')
+        with self._settings():
+            learn.fit(length, resume=resume)
+
+    def validate(
+        self,
+        model: Any = None,  # None: the module of the last run
+        dataloaders: Any = None,  # loaders, or a data module
+        ckpt_path: Any = None,
+        verbose: bool = True,  # print the results
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:  # of each loader
+        "Evaluate validation loaders, as `lightning.Trainer.validate`."
+        named = self._begin('validate', model, dataloaders, datamodule, ckpt_path)
+        return self._evaluate(named, verbose)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        "Evaluate test loaders with `test_step`, as `lightning.Trainer.test`."
+        named = self._begin('test', model, dataloaders, datamodule, ckpt_path)
+        return self._evaluate(named, verbose)
+
+    def _evaluate(self, named: dict[str, Any], verbose: bool) -> list[dict[str, float]]:
+        "Evaluate loaders, and return the logged values of each."
+        with self._settings():
+            self.host.evaluate(named)
+        results: list[dict[str, float]] = self.host.logged.list_results(len(named))
+        if verbose and self.is_global_zero:
+            for values in results:
+                print('\n'.join(f'{name:>25}  {value}' for name, value in values.items()))
+        self.host.end(self.fn)
+        self.fn = None
+        return results
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> Any:  # results of `predict_step` by batch; of several loaders, a list of these
+        "Predict with `predict_step`, as `lightning.Trainer.predict`."
+        named = self._begin('predict', model, dataloaders, datamodule, ckpt_path)
+        with self._settings():
+            predicted = self.host.predict(named, return_predictions is not False)
+        self.host.end(self.fn)
+        self.fn = None
+        if return_predictions is False:
+            return None
+        return predicted[0] if len(predicted) == 1 else predicted
+
+    def _begin(
+        self, fn: str, model: Any, loaders: Any, datamodule: Any, path: Any
+    ) -> dict[str, Any]:
+        "Begin an evaluation or a prediction, and return its loaders by name."
+        if model is None and self.host is None:
+            raise FitError(f'Trainer.{fn}() without a module: pass one, or fit one first.')
+        if model is None and path is None and self.checkpoint_callback is not None:
+            path = 'best'
+        module = self.host.module if model is None else model
+        source = self._connect(fn, module, datamodule, **{KINDS[fn]: loaders})
+        file = self._find_checkpoint(path)
+        if file is not None:
+            load_weights(self, read_checkpoint(file))
+        named = source.list_named(KINDS[fn])
+        if self.learn is None:
+            self._make_learner(DataLoaders(next(iter(named.values())), named))
+        return named
+
+    def _connect(self, fn: str, module: nn.Module, datamodule: Any, **given: Any) -> LoaderSource:
+        "Connect a module and its data: call the hooks before the loaders are asked for."
+        module = getattr(module, '_orig_mod', module)  # of torch.compile
+        for kind, loader in given.items():
+            if hasattr(loader, f'{kind}_dataloader'):
+                datamodule, given[kind] = loader, None
+        self.fn = fn
+        is_new = self.host is None or self.host.module is not module
+        if fn == 'fit' or is_new:
+            before = None if is_new else self.host
+            # these modules import this one
+            run = import_module('learnkit.interop.lightning_run')
+            self.host = run.LightningRun(module, trainer=self)
+            self.first_epoch = 0 if before is None else self.n_epochs_done_of(before)
+            self._validation_epoch = self.first_epoch
+            if before is not None:
+                self.host.continue_counts(before)
+        self._should_stop = False
+        self._checkpoint = None
+        self.source = LoaderSource(self, module, datamodule, self.datamodule, **given)
+        if datamodule is not None:
+            datamodule.trainer = self
+        self.host.attach()
+        self._merge_callbacks(module)
+        self.source.prepare(fn)
+        self.host.begin(fn)
+        return self.source
+
+    def n_epochs_done_of(self, host: Any) -> int:
+        "Return the number of epochs that an earlier fit of the module has trained."
+        n: int = host.learn.epoch + host.is_over if host.learn is not None else 0
+        return n
+
+    def _merge_callbacks(self, module: nn.Module) -> None:
+        "Add the callbacks of the module, which replace those of their class."
+        hook = own_hooks(module, ['configure_callbacks'], LIGHTNING_BASES).get(
+            'configure_callbacks'
+        )
+        own = as_list(hook()) if hook is not None else []
+        assert self._callbacks is not None
+        replaced = tuple(
+            type(cb) for cb in self._callbacks if any(isinstance(o, type(cb)) for o in own)
+        )
+        kept = [cb for cb in self._callbacks if type(cb) not in replaced]
+        self._callbacks = sort_callbacks([*kept, *own])
+
+    def _list_fit_loaders(self, source: LoaderSource) -> DataLoaders:
+        """Return the loaders of a fit.
+
+        The validation loaders are asked for first if some batches are evaluated before the fit, as in Lightning."""
+        has_valid = self._has_validation and source.has('val')
+        valid: dict[str, Any] = {}
+        if has_valid and self.num_sanity_val_steps:
+            with preserved_rng():
+                valid = source.list_named('val')
+        train = source.get_train()
+        if has_valid and not valid:
+            valid = source.list_named('val')
+        return DataLoaders(train, valid or None)
+
+    @property
+    def _has_validation(self) -> bool:
+        return self.limit_val_batches != 0 and callable(
+            own_hooks(self.host.module, ['validation_step'], LIGHTNING_BASES).get('validation_step')
+        )
+
+    def make_learner(
+        self, module: nn.Module, dls: Any, cbs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        "Return a Learner that trains a module with this Trainer's options, for `from_lightning`."
+        is_pair = isinstance(dls, tuple) and len(dls) == 2
+        train, valid = dls if is_pair else (dls, None)
+        if isinstance(dls, DataLoaders):
+            train, valid = dls.train, dict(dls.evaluation) or None
+        source = self._connect('fit', module, None, train=train, val=valid)
+        return self._make_learner(self._list_fit_loaders(source), as_list(cbs), **options)
+
+    def _make_learner(self, dls: DataLoaders, cbs: Sequence[Any] = (), **options: Any) -> Any:
+        lightning = import_module('learnkit.interop.lightning')
+        dls.device = self.device
+        assert self._callbacks is not None
+        self._callbacks = sort_callbacks([*self._callbacks, *cbs])
+        adapted = [lightning.as_learnkit(cb) for cb in self._callbacks]
+        own_loggers = [cb for cb in self.loggers if isinstance(cb, Callback)]
+        more: list[Callback] = []
+        if self.precision_option.autocast:
+            more.append(MixedPrecision(self.precision_option.autocast))
+        if self.resume and not any(isinstance(cb, Checkpoint) for cb in adapted):
+            more.append(Checkpoint(folder=Path(self.default_root_dir, 'resume')))
+        options.setdefault('path', self.default_root_dir)
+        return lightning.LightningLearner(
+            self.host, dls, [*adapted, *own_loggers, *more], **options
+        )
+
+    def _find_checkpoint(self, ckpt_path: Any) -> Path | None:
+        "Return the file of a checkpoint: a path, or the best or last one of `ModelCheckpoint`."
+        if ckpt_path is None or ckpt_path not in ('best', 'last'):
+            return None if ckpt_path is None else Path(ckpt_path)
+        keeper = self.checkpoint_callback
+        path = getattr(keeper, f'{ckpt_path}_model_path', '')
+        if not path:
+            raise OptionError(
+                f'ckpt_path={ckpt_path!r}: no ModelCheckpoint has written such a file.'
+            )
+        return Path(path)
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        "Run within the contexts of the options, without a bar of the Learner if it is not to be shown."
+        is_fit = self.fn == 'fit'
+        has_bar = is_fit and self.enable_progress_bar and self.progress_bar_callback is None
+        grad = torch.inference_mode() if self.inference_mode else torch.no_grad()
+        with (
+            torch.autograd.set_detect_anomaly(self.detect_anomaly) if is_fit else grad,
+            nullcontext() if has_bar else self.learn.no_bar(),
+        ):
+            yield
+
+    def _end(self) -> None:
+        "End an evaluation or a prediction."
+        self.host.end(self.fn)
+        self.fn = None
+
+    def tear_down(self, fn: str) -> None:
+        "Tear the data module down."
+        if self.source is not None:
+            self.source.tear_down(fn)
+
+    def close(self, status: str) -> None:
+        "Close loggers and profiler."
+        for logger in self.own_loggers:
+            logger.finalize(status)
+        if self.active_profiler is not None:
+            self.active_profiler.describe()
+
+    @property
+    def active_profiler(self) -> Any:
+        "The profiler, unless it measures nothing."
+        is_passing = self.profiler is None or type(self.profiler).__name__ == 'PassThroughProfiler'
+        return None if is_passing else self.profiler
+
+    def reload_loaders(self) -> None:
+        "Ask for the training loader again, if its epochs have passed."
+        learn, every = self.learn, self.reload_dataloaders_every_n_epochs
+        n = learn.epoch - self.first_epoch
+        if self.is_independent or not every or n == 0 or n % every or self.source is None:
+            return
+        self.source.ask_again('train')
+        learn.dls.train = self.source.get_train()
+        iter(learn.dls.train)  # as Lightning, which begins the pass twice
+
+    def reload_validation(self) -> None:
+        "Ask for the validation loaders again, if their epochs have passed."
+        learn, every = self.learn, self.reload_dataloaders_every_n_epochs
+        if every and learn.epoch - self._validation_epoch >= every and self.source is not None:
+            self._validation_epoch = learn.epoch
+            self.source.ask_again('val')
+            learn.dls.evaluation = list(self.source.list_named('val').items())
+
+    def open_loggers(self) -> None:
+        open_loggers(self.own_loggers)
+
+    @property
+    def own_loggers(self) -> list[Any]:
+        "The loggers that are not views of the Learner's."
+        return [logger for logger in self.loggers if not isinstance(logger, (LoggerView, Callback))]
+
+    def take_checkpoint(self) -> Mapping[str, Any] | None:
+        "Return the checkpoint of Lightning that the fit continues, once."
+        checkpoint, self._checkpoint = self._checkpoint, None
+        return checkpoint
+
+    # -- what the Learner and its parts have under other names -------------------------------------
+
+    @property
+    def learn(self) -> Any:
+        "The Learner that trains; None until its loaders are made."
+        return None if self.host is None else self.host.learn
+
     callback_metrics = property(attrgetter('host.logged.callback_metrics'))
     logged_metrics = property(attrgetter('host.logged.logged_metrics'))
     progress_bar_metrics = property(attrgetter('host.logged.progress_bar_metrics'))
     lr_scheduler_configs = property(attrgetter('host.optimization.configs'))
     is_last_batch = property(attrgetter('host.is_last_batch'))
-    model = lightning_module = property(attrgetter('learn.model'))
-    train_dataloader = property(attrgetter('learn.dls.train'))
-    world_size = num_devices = property(attrgetter('learn.world.size'))
-    global_rank = local_rank = property(attrgetter('learn.world.rank'))
-    is_global_zero = property(attrgetter('learn.world.is_first'))
-    log_dir = property(attrgetter('logger.log_dir'))
+    world_size = num_devices = property(attrgetter('world.size'))
+    global_rank = local_rank = property(attrgetter('world.rank'))
+    is_global_zero = property(attrgetter('world.is_first'))
 
-    # -- progress --------------------------------------------------------------------------------
+    @property
+    def model(self) -> Any:
+        own = None if self.host is None else self.host.module
+        return self.learn.model if own is None else own
+
+    lightning_module = model
+
+    @property
+    def datamodule(self) -> Any:
+        return None if self.source is None else self.source.datamodule
+
+    @property
+    def precision(self) -> str:
+        return self.precision_option.name
+
+    @property
+    def accelerator(self) -> SimpleNamespace:
+        return SimpleNamespace(name=self.strategy.root_device.type)
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [self.strategy.root_device.index or 0]
+
+    # -- progress ----------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
-        return self.learn.epoch + self.host.is_over
+        host = self.host
+        if host is None or host.learn is None:
+            return 0 if host is None else self.first_epoch
+        return int(host.learn.epoch + host.is_over)
+
+    @property
+    def n_epochs_done(self) -> int:
+        "Number of epochs whose training has ended."
+        host = self.host
+        if host is None or host.learn is None:
+            return 0
+        return int(host.learn.epoch + (host.is_over or not host.is_in_epoch))
 
     @property
     def global_step(self) -> int:
-        is_own = self.host.module is not None
-        return self.host.optimization.n_steps if is_own else int(self.learn.finished('st'))
+        host = self.host
+        if host is None:
+            return 0
+        is_own = host.module is not None
+        return int(host.optimization.n_steps if is_own else host.learn.finished('st'))
 
     @property
     def should_stop(self) -> bool:
-        return self.learn.run.stopping
+        is_stopping = self.learn is not None and self.learn.run.stopping
+        return self._should_stop or (self.is_independent and is_stopping)
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
+        self._should_stop = value
         if value:
-            self.learn.stop()
+            self.stop_if_due()
+
+    @property
+    def is_trained(self) -> bool:
+        "True if earlier fits have trained all epochs."
+        return self.first_epoch > 0 and 0 <= self.max_epochs <= self.first_epoch
+
+    @property
+    def is_stop_due(self) -> bool:
+        "True if a callback has asked for the end, and the least numbers of epochs and steps are trained."
+        has_epochs = self.n_epochs_done >= (self.min_epochs or 0)
+        return self._should_stop and has_epochs and self.global_step >= (self.min_steps or 0)
+
+    @property
+    def is_over(self) -> bool:
+        "True if a limit of steps or a callback ends the fit behind the current batch."
+        return self.is_stop_due or self.global_step >= self.max_steps != -1
+
+    def stop_if_due(self) -> None:
+        "End the fit behind the current batch or epoch, if it is to end."
+        learn = self.learn
+        if learn is not None and learn.fitting and self.is_over:
+            learn.stop()
+
+    @property
+    def state(self) -> SimpleNamespace:
+        "Function and stage: 'fit', 'validate', 'test', 'predict', and 'train' as a stage; None outside of a run."
+        learn, fn = self.learn, self.fn
+        stage = {'validation': 'validate', 'test': 'test'}.get(
+            '' if learn is None else self.host.stage
+        )
+        if self.sanity_checking:
+            stage = 'sanity_check'
+        if learn is not None and learn.phase == 'predict':
+            fn = stage = 'predict'
+        elif learn is not None and learn.fitting:
+            fn, stage = 'fit', stage or 'train'
+        elif self.is_independent:
+            fn = stage
+        status = 'finished' if fn is None else 'running'
+        return SimpleNamespace(fn=fn, stage=stage or fn, status=status, finished=fn is None)
+
+    training = property(lambda self: self.state.stage in ('train', 'fit'))
+    validating = property(lambda self: self.state.stage == 'validate')
+    testing = property(lambda self: self.state.stage == 'test')
+    predicting = property(lambda self: self.state.stage == 'predict')
+    evaluating = property(lambda self: self.validating or self.testing)
+
+    # -- loaders -----------------------------------------------------------------------------------
+
+    @property
+    def train_dataloader(self) -> Any:
+        if self.learn is not None:
+            return self.learn.dls.train
+        return None if self.source is None else self.source.get('train')
+
+    @property
+    def val_dataloaders(self) -> Any:
+        if self.learn is None:
+            return None if self.source is None else self.source.get('val')
+        loaders = [dl for _, dl in evaluation_loaders(self.learn.dls)]
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    test_dataloaders = property(lambda self: self._find_loaders('test'))
+    predict_dataloaders = property(lambda self: self._find_loaders('predict'))
+
+    def _find_loaders(self, kind: str) -> Any:
+        return None if self.source is None else self.source.get(kind)
 
     @property
     def num_training_batches(self) -> float:
-        return self._length(self.learn.dls.train)
+        learn = self.learn
+        if learn is not None:
+            return self._length(learn.dls.train)
+        return self._count('train', self.limit_train_batches)[0]
 
     @property
     def num_val_batches(self) -> list[float]:
-        return [self._length(dl) for _, dl in evaluation_loaders(self.learn.dls)]
+        if self.learn is not None and self.fn in (None, 'fit'):
+            return [self._length(dl) for _, dl in evaluation_loaders(self.learn.dls)]
+        return self._count('val', self.limit_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        return self._count('test', self.limit_test_batches)
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        return [min(n, self.num_sanity_val_steps) for n in self.num_val_batches]
 
     @property
     def num_predict_batches(self) -> list[float]:
-        return [math.inf if self.learn.n_iter is None else self.learn.n_iter]
+        learn = self.learn
+        if self.source is not None and self.source.has('predict'):
+            return self._count('predict', self.limit_predict_batches)
+        return [math.inf if learn is None or learn.n_iter is None else learn.n_iter]
+
+    def _count(self, kind: str, limit: int | float) -> list[float]:
+        "Return the numbers of batches of loaders that no Learner has."
+        found = [] if self.source is None else flatten_loaders(self.source.get(kind))
+        lengths = [n_batches(dl) for dl in found]
+        return [
+            limit_batches(f'limit_{kind}_batches', math.inf if n is None else n, limit)
+            for n in lengths
+        ]
 
     def _length(self, dl: Any) -> float:
         n = find_length(self.learn, dl)
         return math.inf if n is None else n
 
     @property
+    def val_check_batch(self) -> float:
+        "Number of batches between two evaluations; infinite for the end of a loader without a length."
+        every = self.val_check_interval
+        if isinstance(every, int):
+            return every
+        n = self.num_training_batches
+        return n if n == math.inf else max(1, int(n * every))
+
+    @property
     def estimated_stepping_batches(self) -> float:
         "Number of optimizer steps of the fit."
+        self.host.has_estimated = True
         limit = math.inf if self.max_steps == -1 else self.max_steps
         if self.max_epochs == -1 or self.num_training_batches == math.inf:
             return limit
@@ -225,72 +749,56 @@ class Trainer(View):
         return min(limit, n_steps * self.max_epochs)
 
     @property
-    def state(self) -> SimpleNamespace:
-        "Function and stage: 'fit', 'validate', 'test', 'predict', and 'train' as a stage; None outside of a run."
-        learn = self.learn
-        if learn.phase == 'predict':
-            return SimpleNamespace(fn='predict', stage='predict')
-        stage = {'validation': 'validate', 'test': 'test'}.get(self.host.stage)
-        if learn.fitting:
-            return SimpleNamespace(fn='fit', stage=stage or 'train')
-        return SimpleNamespace(fn=stage, stage=stage)
-
-    @property
-    def training(self) -> bool:
-        return self.state.stage == 'train'
-
-    @property
-    def validating(self) -> bool:
-        return self.state.stage == 'validate'
-
-    @property
-    def testing(self) -> bool:
-        return self.state.stage == 'test'
-
-    @property
-    def predicting(self) -> bool:
-        return self.state.stage == 'predict'
-
-    @property
-    def evaluating(self) -> bool:
-        return self.validating or self.testing
-
-    @property
     def enable_validation(self) -> bool:
-        return bool(self.num_val_batches)
+        if self.learn is None:
+            return self.source is not None and self._has_validation and self.source.has('val')
+        return bool(evaluation_loaders(self.learn.dls))
 
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        every = self.learn.eval_every
-        return int(every.value) if every is not None and every.unit == 'ep' else None
-
-    @property
-    def val_check_interval(self) -> float:
-        return 0.5 if self.check_val_every_n_epoch is None else 1.0
-
-    # -- parts -----------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     @property
     def default_root_dir(self) -> str:
-        return str(self.learn.path)
+        if self.is_independent:
+            return str(self.learn.path)
+        return str(Path.cwd() if self.root_dir is None else self.root_dir)
+
+    @property
+    def logger(self) -> Any:
+        return next(iter(self.loggers), None)
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = as_list(logger)
+
+    @property
+    def log_dir(self) -> str | None:
+        logger = self.logger
+        if logger is None:
+            return self.default_root_dir
+        is_folder = isinstance(logger, LoggerView) or hasattr(logger, 'log_dir')
+        found: str | None = logger.log_dir if is_folder else logger.save_dir
+        return found
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        opt = self.learn.opt
+        opt = None if self.learn is None else self.learn.opt
         return [] if opt is None else list(opt.optimizers.values())
 
-    @property
-    def val_dataloaders(self) -> Any:
-        loaders = [dl for _, dl in evaluation_loaders(self.learn.dls)]
-        return loaders[0] if len(loaders) == 1 else loaders
+    @optimizers.setter
+    def optimizers(self, optimizers: Any) -> None:
+        self.host.optimization.replace(as_list(optimizers))
 
     @property
     def callbacks(self) -> list[Any]:
-        return self.host.list_callbacks()
+        return self.host.list_callbacks() if self._callbacks is None else self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Any]) -> None:
+        self._callbacks = callbacks
 
     def _list_kind(self, name: str) -> list[Any]:
         "Return the callbacks with a class of Lightning of this name."
-        return [cb for cb in self.callbacks if self.host.is_kind(cb, name)]
+        return [cb for cb in self.callbacks if name in find_class_names(cb)]
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
@@ -316,77 +824,35 @@ class Trainer(View):
         if self.is_global_zero:
             print(*args, **kwargs)
 
-    # -- checkpoints -----------------------------------------------------------------------------
-
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool = False, **unused: Any
+    ) -> None:
         "Write a file that `load_from_checkpoint` reads. To resume, `Checkpoint` writes files of its own."
         if self.is_global_zero:
             Path(filepath).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(self.dump_checkpoint(weights_only), filepath)
+            torch.save(dump_checkpoint(self, bool(weights_only)), filepath)
         self.strategy.barrier()
 
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         "Return the contents of a checkpoint of Lightning."
-        module: Any = self.model
-        checkpoint: dict[str, Any] = {
-            'epoch': self.current_epoch,
-            'global_step': self.global_step,
-            'pytorch-lightning_version': '2.6.0',  # the format
-            'state_dict': module.state_dict(),
-            'loops': {},
-        }
-        if not weights_only:
-            states = {cb: cb.state_dict() for cb in self.callbacks if hasattr(cb, 'state_dict')}
-            named = {getattr(cb, 'state_key', type(cb).__name__): sd for cb, sd in states.items()}
-            checkpoint['callbacks'] = {key: sd for key, sd in named.items() if sd}
-            checkpoint['optimizer_states'] = [opt.state_dict() for opt in self.optimizers]
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            checkpoint['lr_schedulers'] = [scheduler.state_dict() for scheduler in schedulers]
-        if getattr(module, 'hparams', None):
-            checkpoint['hparams_name'] = getattr(module, '_hparams_name', None)
-            checkpoint['hyper_parameters'] = dict(module.hparams)
-        self.host.fire('on_save_checkpoint', checkpoint)
-        return checkpoint
+        return dump_checkpoint(self, weights_only)
 
 
-def plain_attributes(module: Any) -> dict[str, Any]:
-    "Return the public attributes of a module that are plain data, encoded."
-    own = {k: v for k, v in vars(module).items() if not k.startswith('_') and k != 'training'}
-    return keep_plain(own)
+def sort_callbacks(callbacks: list[Any]) -> list[Any]:
+    "Return callbacks in Lightning's order: those that write checkpoints last."
+    return sorted(callbacks, key=lambda cb: 'Checkpoint' in find_class_names(cb))
 
 
-def list_saved(module: Any) -> list[str]:
-    "Return the names of the attributes that `module_state` holds."
-    metrics = list_parts(module).items()
-    return [
-        *(f'model.{name}' for name in plain_attributes(module)),
-        *(f'model.{path}.{name}' for path, metric in metrics for name in vars(metric)),
-    ]
+def make_profiler(profiler: Any) -> Any:
+    "Return a profiler of Lightning, given by name, as an instance or as None; None without Lightning."
+    if isinstance(profiler, str):
+        if profiler.lower() not in PROFILERS:
+            known = ', '.join(PROFILERS)
+            raise OptionError(f'Trainer(profiler={profiler!r}) is not supported: one of {known}.')
+        return make_default(f'profilers.{PROFILERS[profiler.lower()]}')
+    return make_default('profilers.PassThroughProfiler') if profiler is None else profiler
 
 
-def module_state(host: LightningHost) -> dict[str, Any]:
-    "Return the state of a module that is not weights: metrics, plain public attributes, what its hook adds."
-    module = host.module
-    checkpoint: dict[str, Any] = {'state_dict': module.state_dict()}
-    save = host.find_own('on_save_checkpoint')
-    if save is not None:
-        save(checkpoint)
-    del checkpoint['state_dict']
-    return {
-        'checkpoint': encode(checkpoint),
-        'attributes': plain_attributes(module),
-        'torchmetrics': collect_torchmetrics(module),
-    }
-
-
-def load_module_state(host: LightningHost, sd: Mapping[str, Any]) -> None:
-    "Restore the state that `module_state` returned."
-    module = host.module
-    load = host.find_own('on_load_checkpoint')
-    if load is not None:
-        load({'state_dict': module.state_dict(), **decode(sd['checkpoint'], host)})
-    vars(module).update(decode(sd['attributes'], host))
-    for path, metric in list_parts(module).items():
-        if path in sd['torchmetrics']:
-            state = sd['torchmetrics'][path]
-            set_states(metric, decode(encode(state['states']), host), state['n_updates'])
+def is_lightning_file(path: Path) -> bool:
+    "Return True for a checkpoint that `torch.save` has written, in contrast to learnkit's own."
+    return path.is_file() and is_zipfile(path)

@@ -330,9 +330,9 @@ def test_a_callback_reads_and_stops_any_learner() -> None:
 def test_the_trainer_has_what_modules_read_and_names_the_rest() -> None:
     learn = make(accumulate_grad_batches=2, path='.')
     t = learn.trainer
-    assert t is learn.model.trainer and not hasattr(t, 'profiler')
-    with pytest.raises(AttributeError, match='`Trainer` does not have an attribute `profiler`'):
-        _ = t.profiler
+    assert t is learn.model.trainer and not hasattr(t, 'tuner')
+    with pytest.raises(AttributeError, match='`Trainer` does not have an attribute `tuner`'):
+        _ = t.tuner
     learn.fit(3)
     assert (t.max_epochs, t.estimated_stepping_batches, t.num_val_batches) == (3, 9, [2])
     learn.fit('4ba')

@@ -3,6 +3,7 @@
     python -m tests.peers                  # every package; fails where the page says something else
     python -m tests.peers fastai --write   # one package, and write its part of the page
     python -m tests.peers wild --sources FOLDER   # callbacks of users, from copies of their repositories
+    python -m tests.peers scripts --sources FOLDER   # programs of Lightning's users, likewise
 
 A package that cannot be installed is skipped and named in the last line, and the exit code is 1 unless
 `--allow-skipped` is given. Users' callbacks are left out without their sources."""
@@ -19,7 +20,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.environments import ROOT
-from tests.peers.environments import NOETHER, PEERS, InstallError, Peer, make_environment
+from tests.peers.environments import (
+    NOETHER,
+    PEERS,
+    SCRIPTS,
+    InstallError,
+    Peer,
+    make_environment,
+)
 from tests.peers.rows import EQUAL, TOO_FAR, Row
 from tests.peers.wild_bench import SOURCES, read_table
 
@@ -169,11 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped = []
     if options.sources:
         os.environ[SOURCES] = str(Path(options.sources).resolve())
-    for peer in [*PEERS, WILD]:
+    for peer in [*PEERS, WILD, SCRIPTS]:
         if options.names and peer.name not in options.names:
             continue
-        if peer is WILD and not options.sources:
-            print('skipped: wild needs --sources FOLDER, with <owner>+<name> of wild_cases.txt')
+        if peer in (WILD, SCRIPTS) and not options.sources:
+            print(f'skipped: {peer.name} needs --sources FOLDER, with <owner>+<name> of its table')
             continue
         try:
             rows = run_wild() if peer is WILD else run_bench(peer, peer.name)

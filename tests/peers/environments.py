@@ -85,6 +85,10 @@ NOETHER = Peer(
 )
 
 
+# the environment of programs that Lightning's users wrote, which run from copies of their repositories
+SCRIPTS = Peer('scripts', ('lightning==2.6.*', TORCHVISION))
+
+
 class InstallError(Exception):
     "A package could not be installed; the message is pip's last line."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch.nn import functional as F
 from learnkit import Callback
 from tests.helpers.learners import bare_learner
 from tests.peers.__main__ import PAGE, WILD, BenchError, begin, main, make_error, wild_table
-from tests.peers.environments import PEERS
+from tests.peers.environments import PEERS, SCRIPTS
 from tests.peers.rows import EQUAL, TOO_FAR, Row, compare_numbers
+from tests.peers.scripts_bench import read_table as read_programs
 from tests.peers.wild_bench import SOURCES, TABLE, Case, Files, read_table, run_cases
 
 
@@ -49,7 +51,7 @@ def test_a_package_that_is_not_compared_is_named_and_an_exit_code(
 
 def test_the_page_has_a_part_for_each_package() -> None:
     page = PAGE.read_text('utf-8')
-    assert all(page.count(begin(peer)) == 1 for peer in [*PEERS, WILD])
+    assert all(page.count(begin(peer)) == 1 for peer in [*PEERS, WILD, SCRIPTS])
 
 
 def test_each_behavior_of_users_code_has_a_statement_and_a_line() -> None:
@@ -168,3 +170,10 @@ def test_classes_of_a_table_run_with_the_conditions_of_a_library() -> None:
     table = wild_table([smaller, twice])
     assert 'Callbacks: of 2, 2 run unchanged, 1 have equal numbers.' in table
     assert table.endswith('| `owner/name: Smaller, twice` | yes | the weights differ |')
+
+
+def test_programs_of_lightning_users_are_named_with_their_commits() -> None:
+    programs = read_programs()
+    assert len({program.name for program in programs}) == len(programs) >= 19
+    assert all(re.fullmatch(r'[0-9a-f]{40}', program.commit) for program in programs)
+    assert all(program.shows and program.file.endswith('.py') for program in programs)
