@@ -566,7 +566,10 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.n_before = sd['n_before']
         self.log = L([self.learn.epoch, *current.values.values()])
         if sd['metrics'] is not None:
-            load_metrics(self._train_metrics, sd['metrics'])
+            saved = {state['name'] for state in sd['metrics']}
+            # others are read by a callback that was added, which a warning names already
+            uncolumned = [m for m in self._uncolumned if m.name in saved]
+            load_metrics([*self._train, *uncolumned], sd['metrics'])
 
 
 def recorder_of(learn: Learner) -> Recorder | None:

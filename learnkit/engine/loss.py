@@ -68,6 +68,7 @@ def compute_batch_loss(
 def are_losses(output: Any) -> bool:
     """Return True for a dict of named losses, which a detector of torchvision returns in training.
 
+    >>> import torch
     >>> are_losses({'box': torch.tensor(1., requires_grad=True), 'count': torch.tensor(2.)})
     True
     """

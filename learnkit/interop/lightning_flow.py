@@ -187,9 +187,9 @@ class LightningPositions(TrainingPositions):
         return self.ahead is not None and self.ahead.batch is _END
 
     @override
-    def continue_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def continue_pass(self, batches: Iterator[Any], iterator: Any) -> Iterator[Any]:
         self.ahead = batches if isinstance(batches, ReadAhead) else None
-        return super().continue_pass(batches)
+        return super().continue_pass(batches, iterator)
 
     @override
     def state_dict(self, learn: Learner, within_epoch: bool) -> dict[str, Any] | None:
