@@ -40,7 +40,7 @@ def find_rest(learn: Learner, pause: Pause) -> Mapping[str, Any] | None:
             return position
         reason = 'The new loader has other samples or another order: give it the same data, `shuffle` and `seed`.'
     raise OptionError(
-        f'learn.resume(at_once=True): {reason} Without `at_once`, the new loader holds from the next epoch on.'
+        f'learn.resume(at_once=True): {reason} Without `at_once`, the new loader is used from the next epoch on.'
     )
 
 

@@ -212,6 +212,10 @@ def test_pauses_of_an_epoch_whose_next_one_has_another_loader(name: str) -> None
     assert [len(x) for x in seen] == [4] * 8 + [8] * 2 + [8] * 3
     torch.testing.assert_close(torch.cat(seen[:10]), torch.cat(order[:12]), rtol=0, atol=0)
     check(learn, train(seen))
+    assert [(c['ba'], c['what']) for c in learn.history.changes] == [
+        (7, 'train loader'),
+        (8, 'train loader'),
+    ]
 
 
 def test_an_error_at_the_end_of_the_training_before_another_loader() -> None:
