@@ -271,8 +271,8 @@ class Learner(Loop):
         exact batch, as if training had never stopped, and trains up to `n_epoch` epochs in total. Without a checkpoint
         the fit starts from the beginning. The checkpoint's rates and counters take precedence over the arguments.
 
-        Ctrl-C, and the stop button of a notebook, end the fit behind the training batch that runs. `pause_at` ends it
-        at a time, and `learn.pause()` from a callback or a thread. `learn.resume()` then continues the fit there.
+        Ctrl-C, and the stop button of a notebook, stop the fit at the end of the current training batch. `pause_at`
+        stops it at a time, and so does `learn.pause()` in a callback or a thread. `learn.resume()` then continues it.
 
         Raises a `LearnkitError` for invalid arguments before anything has changed. An exception of a callback, the
         model or the data is raised unchanged, with a note that names the event and the batch, after every callback's
@@ -359,8 +359,9 @@ class Learner(Loop):
 
         A callback or another thread calls this method. The batch ends with its `batch_checkpoint`. Then only `cleanup`
         fires: no evaluation, no row of the history, no `after_epoch` and no `after_fit`. Called in an evaluation at the
-        end of an epoch, or behind it, the fit pauses after `epoch_checkpoint`. Several processes pause at the same
-        batch, once all of them have received the request. Raises `FitError` if no fit is running.
+        end of an epoch, or later, the fit pauses after `epoch_checkpoint`. With `Checkpoint(on_pause=True)`, a
+        checkpoint is written before `cleanup`. Several processes pause at the same batch, once all of them have
+        received the request. Raises `FitError` if no fit is running.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -379,7 +380,18 @@ class Learner(Loop):
 
     @property
     def paused(self) -> Paused | None:
-        "The fit that was paused, interrupted or ended by an error, if `learn.resume()` can continue it; else None."
+        """The fit that was paused, interrupted or ended by an error; None if `learn.resume()` cannot continue it.
+
+        `time` is the time of the pause, `batch` the next batch and `last_batch` the last one. `samples()` lists the
+        samples of the next batch with their losses, `show()` draws them, and `layers()` lists the norms of each layer.
+        `cbs` are the callbacks that were given to the fit. None of these affects the fit.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_train=10)
+        >>> with learn.no_bar(): learn.fit(2, pause_at='13ba')
+        >>> learn.paused, learn.paused.time.ba, len(learn.paused.samples())
+        (Paused(after batch 3 of 10 of epoch 1, 13ba), 13, 16)
+        """
         if self.run.pause is None:
             return None
         from learnkit.debug.paused import Paused
@@ -393,28 +405,32 @@ class Learner(Loop):
         lr_scale: float | None = None,  # factor of the rates of the rest of the fit
         n_epoch: int | None = None,  # new number of epochs of the fit, with those that were trained
         stretch: bool = False,  # stretch the schedules to the new number; False: keep their length
-        at_once: bool = False,  # use a new training loader for the rest of the epoch; False: behind it
+        at_once: bool = False,  # use a new training loader at once; False: from the next epoch on
         pause_at: int | str | Time | None = None,  # as for `fit`
     ) -> None:
-        """Continue the paused fit in memory, at the exact batch; `fit(resume=True)` reads a file of a checkpoint.
+        """Continue the paused fit in memory, at the exact batch; `fit(resume=True)` reads a checkpoint's file instead.
 
         Everything of the fit continues: its schedule, callbacks, bar, row of the history, random generators, and the
-        order of the loader. If nothing was changed, the result is bit for bit that of a fit that was never paused.
-        `before_fit`, and within an epoch `before_epoch` and `before_train`, fire again with `learn.resumed` True; then
-        the callbacks' states are restored. `after_fit` fires once, at the real end. Evaluations, predictions,
-        `summary`, `save` and `lr_find` do not move the paused fit; a new `fit` or `learn.close()` ends it.
+        order of the loader. If nothing was changed, the result is bit for bit the same as without the pause; with
+        `compile(step=True)` it is the same up to rounding, because the first batch after a pause takes the ordinary
+        step. `before_fit`, and within an epoch `before_epoch` and `before_train`, fire again with `learn.resumed` True;
+        then the callbacks' states are restored. `after_fit` fires once, at the real end. Evaluations, predictions,
+        `summary`, `save` and `lr_find` do not affect the paused fit; a new `fit` or `learn.close()` ends it.
 
         What was changed in between holds for the rest of the fit: weights, layers, loss function, metrics, callbacks,
-        frozen layers, `learn.wd`, `learn.lr`, and hyperparameters that no schedule sets. Another training loader holds
-        from the next epoch on. With `at_once=True` it gives the samples that this epoch has left: two `TensorLoader` or
-        two of torch's DataLoader, with the same data in the same order. Each change is printed, marked in plots, and
-        sent to loggers; `learn.history.changes` and checkpoints keep it.
+        frozen layers, `learn.wd`, `learn.lr`, and hyperparameters that no schedule sets. Another training loader is
+        used from the next epoch on, or with `at_once=True` at once, for the samples that this epoch has left; both
+        loaders must be a `TensorLoader` or both torch's DataLoader, with the same data in the same order. Each change
+        is printed, marked in plots, and sent to loggers; `learn.history.changes` and checkpoints keep it.
 
-        After an exception before the optimizer's step, the batch is repeated; after the step, the fit continues behind
-        the batch. What is not exact is printed.
+        After an exception before the optimizer's step, the batch is repeated, exactly if the forward pass had not run
+        or with the callback `Replay`. After the step, the remaining events of the batch fire. Between batches and in an
+        evaluation, the events or the evaluation that failed are repeated. What is not exact is printed. Callbacks whose
+        class was defined again, as in a notebook cell that was run again, get the new class.
 
-        Raises `FitError` if there is no paused fit, and `OptionError`, with nothing changed, for arguments that exclude
-        each other, a schedule whose highest rate is unknown, and a loader that cannot be used at once.
+        Raises `FitError` with the reason if the fit cannot continue, and `OptionError`, with nothing changed, for
+        arguments that exclude each other, a schedule whose highest rate is unknown, and a loader that cannot be used at
+        once.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(n_train=10, lr=0.1)

@@ -72,6 +72,9 @@ def resume(
     _renew_classes([*learn.cbs, *pause.call.cbs])
     cover_params(learn)
     _change_decay(learn, pause)
+    if rest is not None:
+        # a loader that was to be used from the next epoch on is used now
+        pause.settings.train = pause.open_pass.dl
     changes = [
         *_change_rates(learn, pause, rates),
         *_change_length(learn, pause, n_epoch, stretch),

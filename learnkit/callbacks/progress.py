@@ -361,7 +361,12 @@ class ProgressCallback(Callback):
             return  # the run stopped before its first bar
         self._progress.stopped = True
         if self._progress.bar is self._progress.train:
-            self._set_count(self.learn.iter)
+            self._set_count(self._count_trained())
+
+    def _count_trained(self) -> int:
+        "Return the number of batches of this epoch that were trained before the run stopped."
+        pause = self.learn.run.pause
+        return self.learn.iter if pause is None or pause.point != 'batch' else pause.n_drawn
 
     def cleanup(self) -> None:
         "Show the final table, and restore the logger, also after an error."

@@ -40,7 +40,7 @@ def find_rest(learn: Learner, pause: Pause) -> Mapping[str, Any] | None:
             return position
         reason = 'The new loader has other samples or another order: give it the same data, `shuffle` and `seed`.'
     raise OptionError(
-        f'learn.resume(at_once=True): {reason} Without `at_once`, the new loader holds from the next epoch on.'
+        f'learn.resume(at_once=True): {reason} Without `at_once`, the new loader is used from the next epoch on.'
     )
 
 
@@ -68,9 +68,14 @@ def _explain_sizes(pause: Pause, old: Any, new: Any) -> str:
         return 'The size of a batch is unknown.'
     if pause.n_drawn * before % now == 0:
         return ''
+    multiple = now // gcd(before, now)
+    following = pause.n_drawn + -pause.n_drawn % multiple
+    n_iter = pause.state['loop']['n_iter']
+    is_within = n_iter is None or following < n_iter
+    hint = f', next at {pause.time.ba + following - pause.n_drawn}ba' if is_within else ''
     return (
-        f'{pause.n_drawn} batches of {before} samples are not a multiple of {now}: pause after a multiple of '
-        f'{now // gcd(before, now)} batches of the epoch.'
+        f'{pause.n_drawn} batches of {before} samples are not a whole number of batches of {now}: '
+        f'pause after a multiple of {multiple} batches of the epoch{hint}.'
     )
 
 

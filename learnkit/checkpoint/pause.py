@@ -113,6 +113,8 @@ class Pause:
         if self.point == 'epoch':
             return f'after epoch {self.epoch}, {self.time.ba}ba'
         n_iter = self.state['loop']['n_iter']
+        if not self.n_drawn:
+            return f'before the first batch of epoch {self.epoch}, {self.time.ba}ba'
         total = f' of {n_iter}' if n_iter else ''
         return f'after batch {self.n_drawn}{total} of epoch {self.epoch}, {self.time.ba}ba'
 
@@ -261,7 +263,7 @@ def _describe_run(learn: Learner) -> dict[str, Any]:
 
 def _take_pass(learn: Learner, point: str, is_intact: bool) -> OpenPass:
     positions = learn.parts.positions
-    dl = learn.dls.train
+    dl = learn.run.request.dl if point == 'batch' else learn.dls.train
     batches = positions.left if point == 'batch' and is_intact else None
     iterator = positions.iterator if batches is not None else None
     mark = mark_loader(dl)

@@ -220,7 +220,7 @@ def _make_pause_in_evaluation(learn: Learner, call: FitCall, failure: Failure | 
     _repeat_evaluations(learn)
     pct_train = learn.pct_train
     learn.phase = learn.dl_name = 'train'
-    learn.dl = learn.dls.train
+    learn.dl = learn.run.request.dl
     learn.iter = learn.parts.positions.n_drawn - 1
     learn.n_iter = epoch_length(learn, learn.dl)[0]
     learn.parts.modes.train(learn)

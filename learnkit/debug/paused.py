@@ -60,8 +60,9 @@ class Paused:
         The samples of the last batch are measured with the weights of now, not with those that it was trained with."""
         stop = MeasureSamples(self._at(0), None)
         self._look(stop, last)
+        indices = self._find_indices(last)
         for row in stop.rows:
-            row['index'] = None
+            row['index'] = None if indices is None else indices[row['position']]
         return Samples(stop.rows, stop.drawn['xb'])
 
     def layers(self) -> Rows:
@@ -90,7 +91,17 @@ class Paused:
         "Show samples of the next batch with their targets: images in a grid, other data as a table."
         stop = StopBefore(self._at(0))
         self._look(stop, last)
-        return show_batch(self.learn, stop.drawn['xb'], stop.drawn['yb'], None, max_n)
+        return show_batch(
+            self.learn, stop.drawn['xb'], stop.drawn['yb'], self._find_indices(last), max_n
+        )
+
+    def _find_indices(self, last: bool) -> list[Any] | None:
+        "Return the indices in the data set of the next or the last batch, or None if they are unknown."
+        position = self._pause.open_pass.position
+        if position is None or self._pause.point != 'batch':
+            return None
+        found: list[Any] | None = position.indices(self._pause.n_drawn - last)
+        return found
 
     def _at(self, n: int) -> Time:
         return Time(self.time.ba + n, 'ba')

@@ -88,6 +88,9 @@ class PauseRequest:
         self.rng: RNGState = {} if learn is None else capture_rng()
         self.has_epoch = False  # True from the first epoch on
         self.n_epochs = 0  # number of epochs that had finished over all fits when the epoch began
+        self.dl: Any = (
+            None  # loader of the epoch's pass, also if the Learner has another one by now
+        )
         self._flags = [None]  # two elements after a request
         self._pid = os.getpid()
         # number of the first batch of the pass, and of the batches that were trained before it
@@ -114,6 +117,7 @@ class PauseRequest:
         if self.learn is None:
             return
         self.n_epochs = self.learn.parts.counters.epochs
+        self.dl = self.learn.dls.train
         self.learn.parts.evaluations.is_at_end = False
         if self.learn.epoch:
             self.rng = capture_rng()
@@ -128,6 +132,7 @@ class PauseRequest:
         "Yield the numbers of the batches until a pause is requested; then raise `FitPaused`."
         if self.learn is not None:
             self._start = first, self.learn.parts.counters.batches
+            self.dl = self.learn.dl
         # all in C: the loop calls no function of Python for it in a batch
         until_request = compress(numbers, iter(self._flags.__len__, 2))
         return chain(until_request, self._leave())

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import signal
 import sys
 import textwrap
 import threading
@@ -265,6 +266,14 @@ def test_an_interrupted_fit_names_its_place(shown: list[Recording]) -> None:
     assert shown[1].closed == [None]
 
 
+def test_the_stop_button_counts_the_batch_that_ends(shown: list[Recording]) -> None:
+    learn = make_learner(10)
+    press = Callback(before_batch=lambda cb: cb.iter == 7 and signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match='after batch 8 of 10 of epoch 0, 8ba'):
+        learn.fit(3, cbs=press)
+    assert 'epoch 1/3 train 8/10 80%' in (shown[0].closed[0] or '')
+
+
 def test_at_most_ten_drawings_a_second(
     shown: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,7 +452,7 @@ def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
 
 def test_a_terminal_keeps_the_bar_that_was_stopped(terminal: list[str]) -> None:
     [line] = on_screen(terminal[1])
-    assert re.match(r'stopped at epoch 1/2 train: +70%\|.*\| 70/100 \[', line)
+    assert re.match(r'stopped at epoch 1/2 train: +71%\|.*\| 71/100 \[', line)
 
 
 @pytest.fixture(scope='module')
@@ -486,10 +495,10 @@ def test_a_notebook_keeps_one_output_with_table_and_text(notebook: Any) -> None:
 def test_a_notebook_keeps_the_bar_that_was_stopped(notebook: Any) -> None:
     output, error = notebook.cells[2].outputs
     assert error.ename == 'KeyboardInterrupt'
-    assert '<progress value="60" max="100">' in output.data['text/html']
+    assert '<progress value="61" max="100">' in output.data['text/html']
     last = output.data['text/plain'].splitlines()[-1]
     assert re.fullmatch(
-        rf'stopped at epoch 2/3 train 60/100 60% {CLOCK}<{CLOCK} loss \d\.\d+', last
+        rf'stopped at epoch 2/3 train 61/100 61% {CLOCK}<{CLOCK} loss \d\.\d+', last
     )
     assert len(output.data['text/plain'].splitlines()) == 3
 

@@ -140,7 +140,18 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
     'another kind': (make_tensors(4), make_torch(4), '8ba', 'TensorLoader and DataLoader'),
     'another order': (make_tensors(4), make_tensors(8, shuffle=False), '8ba', 'order'),
     'other samples': (make_tensors(4), make_tensors(4, n=20), '8ba', '24 samples, now 20'),
-    'within a batch': (make_tensors(4), make_tensors(8), '9ba', 'multiple of 2 batches'),
+    'within a batch': (
+        make_tensors(4),
+        make_tensors(8),
+        '9ba',
+        'multiple of 2 batches of the epoch, next at 10ba',
+    ),
+    'near the end': (
+        make_tensors(4),
+        make_tensors(12),
+        '10ba',
+        r'multiple of 3 batches of the epoch\.',
+    ),
     'no order': ([(X[:4], Y[:4])] * 6, [(X[:8], Y[:8])] * 3, '8ba', 'list'),
 }
 
@@ -175,3 +186,52 @@ def test_at_the_end_of_an_epoch() -> None:
     learn.dls = make_tensors(8)
     learn.resume(at_once=True)
     assert [len(x) for x in batches.seen] == [4] * 6 + [8] * 3
+
+
+@pytest.mark.parametrize('name', list(MAKERS))
+def test_pauses_of_an_epoch_whose_next_one_has_another_loader(name: str) -> None:
+    make_dls = MAKERS[name]
+
+    def fit(*stops: str | None, at_once: bool = False) -> tuple[Learner, list[torch.Tensor]]:
+        learn = make(make_dls(4), cbs=(batches := Batches()))
+        learn.fit(3, pause_at='7ba')
+        learn.dls = make_dls(8)
+        for stop in stops:
+            learn.resume(pause_at=stop)
+        if at_once:
+            learn.resume(at_once=True)
+        return learn, batches.seen
+
+    straight, order = fit(None)
+    learn, seen = fit('8ba', '9ba', None)
+    assert [len(x) for x in seen] == [4] * 12 + [8] * 3 and learn.time.ba == 15
+    torch.testing.assert_close(seen, order, rtol=0, atol=0)
+    check(learn, list(straight.model.parameters()))
+
+    learn, seen = fit('8ba', at_once=True)
+    assert [len(x) for x in seen] == [4] * 8 + [8] * 2 + [8] * 3
+    torch.testing.assert_close(torch.cat(seen[:10]), torch.cat(order[:12]), rtol=0, atol=0)
+    check(learn, train(seen))
+    assert [(c['ba'], c['what']) for c in learn.history.changes] == [
+        (7, 'train loader'),
+        (8, 'train loader'),
+    ]
+
+
+def test_an_error_at_the_end_of_the_training_before_another_loader() -> None:
+    def fail(cb: Callback) -> None:
+        if cb.learn.time.ba == 12 and not failed:
+            failed.append(True)
+            raise ValueError
+
+    failed: list[bool] = []
+    learn = make(make_tensors(4), cbs=[(batches := Batches()), Callback(after_train=fail)])
+    learn.fit(3, pause_at='7ba')
+    learn.dls = make_tensors(8)
+    with pytest.raises(ValueError):
+        learn.resume()
+    assert '6 of 6 of epoch 1' in repr(learn.paused)
+    learn.resume()
+    assert [len(x) for x in batches.seen] == [4] * 12 + [8] * 3
+    assert [row['epoch'] for row in learn.history] == [0, 1, 2]
+    check(learn, train(batches.seen))

@@ -65,6 +65,18 @@ def test_samples_and_layers() -> None:
     assert all(row['activation'] and row['activation_before'] for row in layers)
 
 
+def test_samples_have_their_index_in_the_data_set() -> None:
+    learn = make()
+    learn.fit(2, pause_at='4ba')
+    assert learn.paused is not None
+    data = learn.dls.train.tensors[0]
+    for last, batch in ((False, learn.paused.batch), (True, learn.paused.last_batch)):
+        for row in learn.paused.samples(last):
+            assert torch.equal(data[row['index']], batch[0][row['position']])
+    learn.resume()
+    assert learn.time.ba == 6
+
+
 def test_at_the_end_of_an_epoch_there_is_no_next_batch() -> None:
     learn = make()
     learn.fit(2, pause_at='1ep')
