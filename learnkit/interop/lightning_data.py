@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from learnkit.core.errors import LoaderError, OptionError
+from learnkit.data.combined import CombinedLoader
 from learnkit.data.torch_loader import rebuild
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
 from learnkit.interop.lightning_options import PACKAGES, find_package
@@ -95,10 +96,10 @@ class LoaderSource:
         "Return several loaders that give their batches at once as one loader."
         if is_combined(loader):
             is_one = is_training or loader._mode != 'sequential'
-            return combine(loader.iterables, loader._mode) if is_one else loader
+            return CombinedLoader(loader.iterables, loader._mode) if is_one else loader
         is_collection = isinstance(loader, (Mapping, list, tuple))
         if is_training and is_collection and flatten_loaders(loader) != [loader]:
-            return combine(loader, 'max_size_cycle')
+            return CombinedLoader(loader, 'max_size_cycle')
         return loader
 
     def _prepare_loader(self, loader: Any) -> Any:
@@ -152,14 +153,3 @@ def flatten_loaders(loaders: Any) -> list[Any]:
 def is_loader(entry: Any) -> bool:
     "Return True for an entry of a list of loaders, in contrast to a batch."
     return isinstance(entry, DataLoader) or is_combined(entry)
-
-
-def combine(loaders: Any, mode: str) -> Any:
-    "Return a loader over several training loaders."
-    try:
-        combined: Any = import_module('learnkit.data.combined')
-    except ModuleNotFoundError:
-        raise LoaderError(
-            f'Several training loaders ({mode}) are not supported: pass one loader, whose batches hold theirs.'
-        ) from None
-    return combined.CombinedLoader(loaders, mode)
