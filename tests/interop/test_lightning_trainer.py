@@ -47,8 +47,8 @@ class Steps:
     net: nn.Module
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
+        batches = batch.values() if isinstance(batch, dict) else [batch]
+        loss = sum((F.cross_entropy(self.net(x), y) for x, y in batches), torch.zeros(()))
         self.log('train_loss', loss, on_epoch=True)
         return loss
 
@@ -159,6 +159,32 @@ def test_trains_as_a_plain_loop_that_shares_its_generator_with_evaluations() -> 
     assert not all(torch.equal(p, q) for p, q in pairs)  # its evaluations leave no trace
 
 
+def test_several_training_loaders_are_joined_until_the_longest_ends() -> None:
+    def loaders() -> dict[str, Any]:
+        return {name: DataLoader(make_set(n, n), 8) for name, n in (('a', 36), ('b', 20))}
+
+    module, by_hand = Module(), Module()
+    torch.manual_seed(1)
+    options = {**QUIET, 'num_sanity_val_steps': 0, 'limit_val_batches': 0}
+    Trainer(max_epochs=2, **options).fit(module, loaders())
+    own = loaders()
+    opt = torch.optim.Adam(by_hand.net.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    for epoch in range(2):
+        opt.param_groups[0]['lr'] = 0.01 * 0.5**epoch
+        passes = {name: iter(dl) for name, dl in own.items()}
+        for _ in range(5):
+            batches = [next(passes['a']), next(passes['b'], None)]
+            if batches[1] is None:
+                passes['b'] = iter(own['b'])  # the shorter one begins again
+                batches[1] = next(passes['b'])
+            opt.zero_grad()
+            losses = [F.cross_entropy(by_hand.net(x), y) for x, y in batches]
+            sum(losses, torch.zeros(())).backward()
+            opt.step()
+    assert_equal(module, by_hand)
+
+
 def test_a_learner_takes_a_trainer() -> None:
     trainer = Trainer(limit_train_batches=2, **QUIET)
     learn = from_lightning(Module(), (load(36), load(20, 1)), trainer=trainer)
@@ -246,8 +272,9 @@ KILLS = [
         (lambda: (load(36), load(20, 1)), {}),
         (lambda: (load(36), load(20, 1)), {'val_check_interval': 2, 'limit_val_batches': 2}),
         (lambda: (DataLoader(Stream(), 8), DataLoader(Stream(), 8)), {}),
+        (lambda: ({'a': load(36), 'b': load(20, 3)}, load(20, 1)), {}),
     ],
-    ids=['epochs', 'within', 'streams'],
+    ids=['epochs', 'within', 'streams', 'several'],
 )
 def test_a_killed_fit_resumes_exactly(
     data: Any, options: Any, kills: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
