@@ -56,7 +56,8 @@ class GradientClip(Callback):
     The norm is computed over all gradients of the optimizer's parameters together, or over the
     parameters of the optimizer that `optimize(only=)` names, as they are at the step: of the whole
     batch under microbatches, of all batches of a step under `GradientAccumulation`, unscaled under
-    mixed precision. The host does not wait for the device. `total_norm` is the norm before clipping
+    mixed precision. An optimizer with a closure (LBFGS) gets clipped gradients in each evaluation of a step.
+    The host does not wait for the device. `total_norm` is the norm before clipping
     at the last step, also after the fit (a 0-dim tensor). Checkpointed: `total_norm`.
 
     Raises `OptionError` for a norm that is not above 0.
@@ -79,14 +80,18 @@ class GradientClip(Callback):
         self.total_norm: Tensor | None = None
 
     def before_step(self) -> None:
+        self.total_norm = self.clip_step_gradients()
+
+    def clip_step_gradients(self) -> Tensor:
+        "Clip the gradients as they are now, and return their norm."
         params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
-        if any(map(is_dtensor, grads)):
-            self.total_norm = total_norm(grads, self.norm_type)
-            scale = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(local_shards(grads), scale)
-        else:
-            self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
+        if not any(map(is_dtensor, grads)):
+            return clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
+        norm = total_norm(grads, self.norm_type)
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local_shards(grads), scale)
+        return norm
 
     def compiled_step(self) -> dict[str, Any]:
         "Return the clipping of a compiled step, and the reading of its norm."
@@ -130,11 +135,16 @@ class GradientValueClip(Callback):
         self.max_value = float(max_value)
 
     def before_step(self) -> None:
+        self.clip_step_gradients()
+
+    def clip_step_gradients(self) -> None:
+        "Clip the gradients as they are now."
         params = [p for p in self.learn.step_parameters if p.grad is not None]
         if not params:
-            return None  # the backward pass was cancelled
+            return  # the backward pass was cancelled
         if self.learn.world.size == 1:
-            return clip_grad_value_(params, self.max_value)
+            clip_grad_value_(params, self.max_value)
+            return
         for g in local_shards(p.grad for p in params):
             g.clamp_(-self.max_value, self.max_value)
 
