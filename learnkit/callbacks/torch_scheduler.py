@@ -41,7 +41,7 @@ class LRScheduler(Callback):
     `learn.resume(lr_scale=0.5)` the optimizer gets half of the scheduler's rates. Checkpointed: the
     scheduler's state and this factor. Raises before training `MetricError` for a `monitor` that
     resembles a column, `OptimizerError` for an unknown optimizer, and `OptionError` for a scheduler
-    whose `step` requires other arguments, as in timm.
+    whose `step` requires other arguments, as in timm, and for one by batch that needs a value.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -102,6 +102,11 @@ class LRScheduler(Callback):
         self._has_begun = True
         self._has_warned = False
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
+        if self._wants_value and self.by == 'batch':
+            raise OptionError(
+                f"LRScheduler({type(self.scheduler).__name__}, by='batch'): it needs the value of an epoch. "
+                'Leave out `by`.'
+            )
         if self._wants_value:
             check_monitor(self, self.monitor or 'valid_loss')
         self._view.write()
@@ -211,7 +216,7 @@ class LRScheduler(Callback):
             self._view.read()  # other callbacks may have set rates
         groups = [{**group, 'params': None} for group in self._view.param_groups]
         return {
-            'scheduler': keep_storable(self.scheduler.state_dict()),
+            'scheduler': keep_storable(read_scheduler(self.scheduler)),
             'groups': deepcopy(groups),
             'lr_scale': self.lr_scale,
         }
@@ -228,7 +233,7 @@ class LRScheduler(Callback):
         self._loaded = None
         self._n_steps = None
         sd = deepcopy(sd)  # some schedulers change the state that they load
-        self.scheduler.load_state_dict(sd['scheduler'])
+        load_scheduler(self.scheduler, sd['scheduler'])
         if not self._is_kept:
             self.lr_scale = sd['lr_scale']
         self._view.lr_scale = self.lr_scale
@@ -239,6 +244,22 @@ class LRScheduler(Callback):
             self._view.read()  # options may have been changed since the state was taken
         else:
             self._view.write()
+
+
+def read_scheduler(scheduler: Any) -> dict[str, Any]:
+    "Return the state of a scheduler; one without `state_dict` has its attributes, as torch's schedulers do."
+    if callable(getattr(scheduler, 'state_dict', None)):
+        state: dict[str, Any] = scheduler.state_dict()
+        return state
+    return {name: value for name, value in vars(scheduler).items() if name != 'optimizer'}
+
+
+def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    "Load a state that `read_scheduler` has returned."
+    if callable(getattr(scheduler, 'load_state_dict', None)):
+        scheduler.load_state_dict(state)
+    else:
+        vars(scheduler).update(state)
 
 
 class _GroupView(torch.optim.Optimizer):

@@ -56,7 +56,8 @@ class GradientClip(Callback):
     The norm is computed over all gradients of the optimizer's parameters together, or over the
     parameters of the optimizer that `optimize(only=)` names, as they are at the step: of the whole
     batch under microbatches, of all batches of a step under `GradientAccumulation`, unscaled under
-    mixed precision. The host does not wait for the device. `total_norm` is the norm before clipping
+    mixed precision. An optimizer with a closure (LBFGS) gets clipped gradients in each evaluation of a step.
+    The host does not wait for the device. `total_norm` is the norm before clipping
     at the last step, also after the fit (a 0-dim tensor). Checkpointed: `total_norm`.
 
     Raises `OptionError` for a norm that is not above 0.
@@ -79,17 +80,22 @@ class GradientClip(Callback):
         self.total_norm: Tensor | None = None
 
     def before_step(self) -> None:
+        self.total_norm = self.clip_step_gradients()
+
+    def clip_step_gradients(self) -> Tensor:
+        "Clip the gradients as they are now, and return their norm."
         params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None]
         if self.learn.world.size > 1 and any(map(is_dtensor, grads)):
-            self.total_norm = total_norm(grads, self.norm_type)
-            scale_down(local_shards(grads), self.total_norm, self.max_norm)
+            norm = total_norm(grads, self.norm_type)
+            scale_down(local_shards(grads), norm, self.max_norm)
         elif are_alike(grads):
             norms = torch._foreach_norm(grads, self.norm_type)
-            self.total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-            scale_down(grads, self.total_norm, self.max_norm)
+            norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+            scale_down(grads, norm, self.max_norm)
         else:
-            self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
+            norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
+        return norm
 
     def compiled_step(self) -> dict[str, Any]:
         "Return the clipping of a compiled step, and the reading of its norm."
@@ -133,11 +139,16 @@ class GradientValueClip(Callback):
         self.max_value = float(max_value)
 
     def before_step(self) -> None:
+        self.clip_step_gradients()
+
+    def clip_step_gradients(self) -> None:
+        "Clip the gradients as they are now."
         params = [p for p in self.learn.step_parameters if p.grad is not None]
         if not params:
-            return None  # the backward pass was cancelled
+            return  # the backward pass was cancelled
         if self.learn.world.size == 1:
-            return clip_grad_value_(params, self.max_value)
+            clip_grad_value_(params, self.max_value)
+            return
         for g in local_shards(p.grad for p in params):
             g.clamp_(-self.max_value, self.max_value)
 

@@ -309,12 +309,16 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
 def step_with_closure(learn: Learner) -> None:
     """Take the step of an optimizer that evaluates the batch again; the loop has evaluated it once already.
 
-    What is recorded is the evaluation before the step.
+    What is recorded is the evaluation before the step. Callbacks that clip gradients clip those of every evaluation.
     """
+    clips = [trait_of(cb, 'clip_step_gradients') for cb in learn.cbs]
 
     def evaluate() -> Tensor:
         learn.opt.zero_grad(only=learn.turn)
         repeat_passes(learn)
+        for clip in clips:
+            if clip is not None:
+                clip()
         return learn.parts.processes.batch.mean_loss(learn)
 
     closure = Closure(evaluate, lambda: learn.parts.processes.batch.mean_loss(learn))

@@ -224,7 +224,11 @@ def call_opt_func(learn: Learner) -> Any:
     groups = split_params(learn)
     if isinstance(lr, Mapping):
         lr = next(iter(lr.values()), None)  # `make_optimizer` sets the rate of each optimizer
-    rate = list_values('lr', lr, len(groups))[-1]
+    rates = list_values('lr', lr, len(groups))
+    if all(isinstance(rate, (int, float)) for rate in rates) and len(set(rates)) > 1:
+        # some optimizers keep the rates that they are made with
+        groups = [{'lr': rate, **group} for rate, group in zip(rates, groups, strict=True)]
+    rate = rates[-1]
     if isinstance(rate, torch.Tensor):
         rate = rate.clone()
     has_only_params = len(groups) == 1 and len(groups[0]) == 1

@@ -37,6 +37,7 @@ _TABLE = """
   sets_lr | False | `ParamScheduler` | it sets the learning rate
 * compiled_step() | None | `compile(step=True)` | functions of tensors that a compiled step calls in place of handlers
   draws_for_batch | False | a repeated batch | it draws random numbers between the draw of a batch and its forward pass
+  clip_step_gradients() | None | optimizers with a closure | clips the gradients, also of each evaluation within a step
   needs_whole | '' | strategy 'fsdp' | 'weights' or 'layers': it reads them whole, and is refused if they are divided
 * remove_on_find | False | `lr_find`, `find_batch_size`, `replay` | it is removed during `lr_find`
 * remove_on_fetch | False | `FetchPredsCallback` | it is removed while `FetchPredsCallback` predicts

@@ -273,6 +273,42 @@ def test_errors_before_training(cb: Any, message: str | None) -> None:
     learn.fit(1)
 
 
+def test_a_scheduler_that_needs_a_value_is_refused_by_batch() -> None:
+    learn = learner()
+    with pytest.raises(OptionError, match="ReduceLROnPlateau, by='batch'"):
+        learn.fit(1, cbs=LRScheduler(torch_lr.ReduceLROnPlateau, by='batch'))
+    assert learn.train_iter == 0
+    learn.fit(1)
+
+
+class Halved:
+    "A scheduler without `state_dict`, whose rate depends on its steps."
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.n_steps = 0
+
+    def step(self) -> None:
+        self.n_steps += 1
+        for group in self.optimizer.param_groups:
+            group['lr'] = 0.5 / 2**self.n_steps
+
+
+def test_a_scheduler_without_a_state_dict_is_resumed() -> None:
+    states: list[Any] = []
+    keep = Callback(batch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))
+    learn = learner()
+    learn.fit(2, cbs=[LRScheduler(Halved, by='batch'), keep])
+    assert learn.opt.hypers[0]['lr'] == 0.5 / 2**10
+    for state in states[2], states[6]:
+        again = learner()
+        rates: list[float] = []
+        note = Callback(before_step=lambda cb, rates=rates: rates.append(cb.opt.hypers[0]['lr']))
+        again.fit(2, cbs=[LRScheduler(Halved, by='batch'), note], resume=state)
+        n_done = 10 - len(rates)
+        assert rates == [0.5 / 2**n for n in range(n_done, 10)]
+
+
 # -- rates that no batch uses, and other schedulers ------------------------------------------------
 
 

@@ -143,3 +143,29 @@ def test_only_what_the_optimizer_trains_is_clipped() -> None:
 def test_a_bad_limit_is_refused(make: Any) -> None:
     with pytest.raises(OptionError, match='max_'):
         make()
+
+
+@pytest.mark.parametrize(
+    ('cb', 'clip'),
+    [
+        (GradientClip(0.05), lambda ps: nn.utils.clip_grad_norm_(ps, 0.05)),
+        (GradientValueClip(0.02), lambda ps: nn.utils.clip_grad_value_(ps, 0.02)),
+    ],
+)
+def test_each_evaluation_of_a_closure_is_clipped(cb: Any, clip: Any) -> None:
+    learn, model = learner(bs := batches(6, 6, 6), net(), cb), net()
+    learn.opt_func = torch.optim.LBFGS
+    learn.fit(2)
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.05)
+    for x, y in bs * 2:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            clip(model.parameters())
+            return loss
+
+        opt.step(closure)
+    for p, q in zip(learn.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -346,3 +346,20 @@ def test_what_no_installed_library_has_is_refused_with_what_to_use(
             MissingExtraError, match=rf'{make.__name__}.*pip install pytorch_optimizer;.*`Adam`'
         ):
             make(weights(), lr=0.1)
+
+
+class KeepsItsRates(torch.optim.SGD):
+    "An optimizer that reads the rates of its groups when it is made."
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.base_lrs = [group['lr'] for group in self.param_groups]
+
+
+def test_groups_are_made_with_their_own_rates() -> None:
+    learn = learner(net(), opt_func=KeepsItsRates, splitter=halves, lr=[0.01, 0.1])
+    learn.create_opt()
+    assert learn.opt.base_lrs == [0.01, 0.1]
+    learn.lr = slice(0.2, 0.4)
+    learn.create_opt()
+    assert learn.opt.base_lrs == pytest.approx([0.2, 0.4])

@@ -1,109 +1,98 @@
 """Try learnkit with everything of a kind that the installed libraries have, and write what was found into docs/.
 
-    python -m tests.sweeps                                 # every loader of the libraries that are installed
+    python -m tests.sweeps                                 # every family, of the libraries that are installed
+    python -m tests.sweeps --families data,optimizers      # of some
     python -m tests.sweeps --libraries webdataset,litdata  # of some; '' stands for code without any library
     python -m tests.sweeps --only shuffled                 # those with this word in their name
-    python -m tests.sweeps --write                         # and the table into docs/checkpoints.md
+    python -m tests.sweeps --write                         # and the tables into docs/
 
-Verdicts are kept in .peers/sweeps; the table has the last verdict of each."""
+Verdicts are kept in .peers/sweeps; the tables have the last verdict of each."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from tests.helpers.forks import start
 from tests.peers.rows import define_torchvision_operators
-from tests.sweeps.data import judge
-from tests.sweeps.loaders import load_loaders
+from tests.sweeps.families import FAMILIES, Family
 from tests.sweeps.verdicts import (
-    ROOT,
-    WRONG,
-    Subject,
     Verdict,
-    count_verdicts,
     find_version,
     load_verdicts,
-    make_table,
     save_verdicts,
-    select_installed,
     write_between,
 )
 
-PAGE = ROOT / 'docs' / 'checkpoints.md'
-# what takes seconds to import
-MODULES = {
-    'accelerate': 'accelerate',
-    'datasets': 'datasets',
-    'fastai': 'fastai.data.all',
-    'lightning': 'lightning',
-    'litdata': 'litdata',
-    'monai': 'monai.data',
-    'mosaicml-streaming': 'streaming',
-    'pytorch-forecasting': 'pytorch_forecasting',
-    'skorch': 'skorch.dataset',
-    'tensordict': 'tensordict',
-    'torch-geometric': 'torch_geometric.loader',
-    'torchdata': 'torchdata.nodes',
-    'torchrl': 'torchrl.data',
-    'webdataset': 'webdataset',
-}
-START, END = '<!-- loaders table -->', '<!-- end of loaders table -->'
+TIMEOUT_S = 3600  # of a library
 
 
-def judge_library(loaders: list[Subject]) -> list[Verdict]:
-    "Judge the loaders of a library in a process that has imported it, from which all runs are forked."
+def judge_library(family: Family, library: str, only: str) -> list[Verdict]:
+    "Judge what a library has in a process that has imported it, from which all runs are forked."
 
     def judge_all() -> list[dict[str, str]]:
-        if module := MODULES.get(loaders[0].library):
+        if module := family.modules.get(library):
             import_module(module)
-        verdicts = []
-        for loader in loaders:
+        found: list[Verdict] = []
+        for subject in family.load(library):
+            if only not in subject.name:
+                continue
             # a folder for each, since a kill leaves the files of a library behind
             with TemporaryDirectory(prefix='sweep-', ignore_cleanup_errors=True) as folder:
-                verdicts.append(asdict(judge(loader, Path(folder))))
-        return verdicts
+                verdicts = family.judge(subject, Path(folder))
+            save_verdicts(family.name, verdicts)
+            found += verdicts
+        return [asdict(verdict) for verdict in found]
 
+    return _run_apart(judge_all)
+
+
+def _run_apart(judge_all: Callable[[], list[dict[str, str]]]) -> list[Verdict]:
     with start(judge_all) as child:
-        if child.wait(3600):
+        if child.wait(TIMEOUT_S):
             raise child.error(f'ended with {child.code}')
         print(child.stdout, end='', flush=True)
         return [Verdict(**values) for values in child.result]
 
 
+def run_family(family: Family, args: Any) -> int:
+    "Run the sweep of a family and print its table; return the number of verdicts that are wrong."
+    began = time.monotonic()
+    for library in family.libraries:
+        is_chosen = args.libraries is None or library in args.libraries.split(',')
+        if is_chosen and find_version(library) is not None:
+            judge_library(family, library, args.only)
+    verdicts = [v for v in load_verdicts(family.name) if v.library in family.libraries]
+    verdicts.sort(key=lambda verdict: family.libraries.index(verdict.library))
+    counts, table = family.describe(verdicts)
+    print(f'{table}\n{counts} {(time.monotonic() - began) / 60:.1f} minutes')
+    if args.write:
+        start_line, end_line = family.find_lines()
+        write_between(family.page, start_line, end_line, f'{counts}\n\n{table}')
+    return sum(verdict.verdict == 'WRONG' for verdict in verdicts)
+
+
 def main() -> int:
-    "Run the sweep and print the table; return the number of loaders that differ in silence."
+    "Run the chosen families; return the number of verdicts that are wrong."
     parser = argparse.ArgumentParser('python -m tests.sweeps')
+    parser.add_argument('--families', default=','.join(FAMILIES), help='with commas')
     parser.add_argument('--libraries', help='names of distributions, with commas')
-    parser.add_argument('--only', default='', help='part of the names of loaders')
-    parser.add_argument('--write', action='store_true', help='write the table into the page')
+    parser.add_argument('--only', default='', help='part of the names of what is tried')
+    parser.add_argument('--write', action='store_true', help='write the tables into the pages')
     args = parser.parse_args()
     torch.set_num_threads(1)
     if find_version('torchvision') is not None:
         define_torchvision_operators()  # for libraries that import torchvision
-    loaders = load_loaders()
-    chosen = [loader for loader in select_installed(loaders) if args.only in loader.name]
-    if args.libraries is not None:
-        chosen = [loader for loader in chosen if loader.library in args.libraries.split(',')]
-    began = time.monotonic()
-    for library in dict.fromkeys(loader.library for loader in chosen):
-        of_library = [loader for loader in chosen if loader.library == library]
-        save_verdicts('data', judge_library(of_library))
-    known = {(loader.library, loader.title) for loader in loaders}
-    verdicts = [v for v in load_verdicts('data') if (v.library, v.title) in known]
-    counts = count_verdicts(verdicts, 'loaders')
-    table = make_table(loaders, verdicts, 'loaders')
-    print(f'{table}\n{counts} {(time.monotonic() - began) / 60:.1f} minutes')
-    if args.write:
-        write_between(PAGE, START, END, f'{counts}\n\n{table}')
-    return sum(verdict.verdict == WRONG for verdict in verdicts)
+    return sum(run_family(FAMILIES[name], args) for name in args.families.split(','))
 
 
 if __name__ == '__main__':

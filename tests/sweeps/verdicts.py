@@ -49,6 +49,7 @@ class Verdict:
     title: str
     verdict: str  # one of `ORDER`
     note: str = ''  # what differs, first sentence of a warning, or an error
+    claim: str = ''  # claim of a sweep that has several
 
 
 def find_version(library: str) -> str | None:
@@ -87,7 +88,7 @@ def load_verdicts(sweep: str) -> list[Verdict]:
 def save_verdicts(sweep: str, verdicts: Iterable[Verdict]) -> None:
     "Save verdicts of a sweep; the verdicts of other subjects stay."
     new = list(verdicts)
-    names = {(verdict.library, verdict.title) for verdict in new}
+    names = {(verdict.library, verdict.title) for verdict in new}  # with all claims
     kept = [v for v in load_verdicts(sweep) if (v.library, v.title) not in names]
     RESULTS.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(verdict) for verdict in [*kept, *new]], indent=1)
