@@ -225,7 +225,8 @@ def call_opt_func(learn: Learner) -> Any:
     if isinstance(lr, Mapping):
         lr = next(iter(lr.values()), None)  # `make_optimizer` sets the rate of each optimizer
     rates = list_values('lr', lr, len(groups))
-    if all(isinstance(rate, (int, float)) for rate in rates) and len(set(rates)) > 1:
+    are_numbers = all(isinstance(rate, (int, float)) for rate in rates)
+    if are_numbers and len(set(rates)) > 1 and len(rates) == len(groups):
         # some optimizers keep the rates that they are made with
         groups = [{'lr': rate, **group} for rate, group in zip(rates, groups, strict=True)]
     rate = rates[-1]
