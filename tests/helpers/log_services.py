@@ -4,6 +4,8 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any
 
@@ -49,16 +51,24 @@ def tensorboard(folder: Path) -> Any:
 
 
 def tensorboard_points(path: Path, name: str) -> list[tuple[int, float]]:
-    return [(e.step, e.value) for e in tensorboard(path / 'tb').Scalars(name)]
+    # TensorBoard leaves out a file whose name sorts before that of an older one, as '.10' does before '.9'
+    with TemporaryDirectory() as folder:
+        files = sorted((path / 'tb').glob('events.*'), key=lambda file: file.stat().st_mtime_ns)
+        for i, file in enumerate(files):
+            copyfile(file, Path(folder, f'events.out.tfevents.{i:010d}'))
+        return [(e.step, e.value) for e in tensorboard(Path(folder)).Scalars(name)]
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
     "Yield W&B's records of every part of the run in a folder; W&B's Python client writes such files and reads none."
     for file in sorted(path.glob('wandb/offline-run-*/*.wandb')):
         deadline = monotonic() + 100
-        while not (records := wandb_part(file)) or not records[-1].HasField('exit'):
+        records = wandb_part(file)
+        # other records may follow the one of the end
+        while not any(record.HasField('exit') for record in records):
             assert monotonic() < deadline, f'W&B has not finished {file}'
             sleep(0.02)  # another process writes it
+            records = wandb_part(file)
         yield from records
 
 

@@ -325,7 +325,7 @@ def check_mean(subject: Subject, folder: Path) -> list[str]:
         got = float(learn.validate()[0])
     if getattr(loss_func, 'reduction', '') == 'sum':
         losses = compute(loss_func, model, make_batches(kind, SIZES))
-        expected = sum(n * float(loss) for n, loss in zip(SIZES, losses, strict=True)) / N
+        expected = sum(map(float, losses)) / N
     if abs(got - expected) <= RTOL * max(1e-3, abs(expected)):
         return []
     return [f'loss {got:.7g}, by hand {expected:.7g}']
