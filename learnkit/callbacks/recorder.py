@@ -619,12 +619,17 @@ def read_monitor(cb: Any, monitor: str) -> Any:
     return value
 
 
+def list_values(recorder: Recorder) -> list[str]:
+    "Return the names of the values of a printed row, which `recorder.values[-1]` holds."
+    return [name for name in recorder.metric_names[1:] if name != 'time']
+
+
 def _list_columns(cb: Any, monitor: str) -> list[str]:
     "Return the names of `recorder.values[-1]`, after looking for the keys of metrics that return dicts."
     recorder = records(cb)
     if monitor not in recorder.metric_names:
         recorder.columns.find_keys()
-    return [name for name in recorder.metric_names[1:] if name != 'time']
+    return list_values(recorder)
 
 
 def _unknown_column(cb: Any, monitor: str, names: list[str]) -> MetricError:

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from learnkit.callbacks.recorder import check_monitor, epoch_row, read_monitor, records
+from learnkit.callbacks.recorder import (
+    check_monitor,
+    epoch_row,
+    list_values,
+    read_monitor,
+    records,
+)
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.core.watched import as_number, is_better
@@ -139,7 +145,7 @@ class TrackerCallback(Callback):
 
     def _find_index(self) -> int | None:
         "Return the index of the column in `recorder.values[-1]`, or None if the printed table lacks it."
-        names = [name for name in records(self).metric_names[1:] if name != 'time']
+        names = list_values(records(self))
         return names.index(self.monitor) if self.monitor in names else None
 
     @override

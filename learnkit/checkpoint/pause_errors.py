@@ -18,6 +18,7 @@ from learnkit.core.model import preserved_modes
 from learnkit.data.dataloaders import TensorLoader
 from learnkit.engine.callback_state import keeps_attributes
 from learnkit.engine.events import EVENTS, INNER_EVENTS
+from learnkit.engine.fields import PLACE, RESULTS
 from learnkit.engine.lengths import epoch_length
 from learnkit.engine.pause import FitPaused, PausedState
 from learnkit.engine.positions import ends_iteration
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
     from learnkit.checkpoint.pause import Pause
     from learnkit.engine.pause import Failure, FitCall
     from learnkit.learner import Learner
-
-# attributes of the Learner that say where an error was raised
-_PLACE = ('training', 'phase', 'dl_name', 'dl', 'epoch', 'iter', 'n_iter', 'pct_train')
-# attributes that the end of a run releases
-_RESULTS = ('batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad')
 
 # events at which a fit can continue after an error
 _BEGIN = ('before_iteration', 'before_epoch', 'before_train')
@@ -104,7 +100,7 @@ def _find_pause(learn: Learner, call: FitCall, error: BaseException) -> Pause:
         raise NotPaused('the states of several processes may differ after an error')
     if run.depth > 1:
         raise NotPaused('it was a fit within another run')
-    before = {name: getattr(learn, name) for name in _PLACE}
+    before = {name: getattr(learn, name) for name in PLACE}
     modes = vars(learn.parts.modes)
     modes_before = dict(modes)
     try:
@@ -291,7 +287,7 @@ def _make_pause_behind(learn: Learner, call: FitCall, failure: Failure, is_count
         _repeat_evaluations(learn)
     pause = make_pause(learn, call, 'batch')
     pause.handled = {**handled}
-    results = {name: value for name, value in vars(learn).items() if name in _RESULTS}
+    results = {name: value for name, value in vars(learn).items() if name in RESULTS}
     pause.batch_fields = map_tensors(results, _detach)
     if event in _AFTER_STEP:
         pause.caveat = 'the gradients of the failed batch are gone for the rest of its handlers'

@@ -238,14 +238,15 @@ class CombinedPass(Iterator[Any]):
     "Pass over several loaders. Each mode is a subclass."
 
     gives_parts: ClassVar[bool] = True  # whether a batch has the batches of all loaders
+    # whether a pass with a length draws nothing after its last batch
+    ends_by_length: ClassVar[bool] = False
 
     def __init__(self, loader: CombinedLoader, parts: list[Part]) -> None:
         self.loader = loader
         self.parts = parts
         self.n = 0  # batches drawn
         self.turn = 0  # number of the loader whose turn it is
-        # a pass that ends by its length draws nothing after its last batch
-        self.limit: int | None = None
+        self.limit: int | None = None  # number of batches at which the pass ends
         self.place: Place | None = None  # while a batch is being drawn: the place before it
         # in several processes, of each batch: samples of this rank, samples of all ranks
         self.shares: list[tuple[int, int] | None] = []
@@ -264,6 +265,8 @@ class CombinedPass(Iterator[Any]):
 
     def set_limit(self) -> None:
         "Set the number of batches of this pass, if it ends by its length."
+        if self.ends_by_length:
+            self.limit = self.find_length(self.loader)
 
     def __next__(self) -> Any:
         if self.limit is not None and self.n >= self.limit:
@@ -300,15 +303,13 @@ class CombinedPass(Iterator[Any]):
 
 
 class _MinSize(CombinedPass):
+    ends_by_length = True
+
     @classmethod
     @override
     def find_length(cls, loader: CombinedLoader) -> int | None:
         # a stream without a length lasts longer than the others, as a rule
         return min((n for n in _list_lengths(loader) if n is not None), default=None)
-
-    @override
-    def set_limit(self) -> None:
-        self.limit = self.find_length(self.loader)
 
     @override
     def draw(self) -> Any:
@@ -331,9 +332,7 @@ class _MaxSize(CombinedPass):
 
 
 class _MaxSizeCycle(CombinedPass):
-    @override
-    def set_limit(self) -> None:
-        self.limit = self.find_length(self.loader)
+    ends_by_length = True
 
     @override
     def draw(self) -> Any:
@@ -372,6 +371,7 @@ class _Sequential(CombinedPass):
 
 class _Weighted(CombinedPass):
     gives_parts = False
+    ends_by_length = True
 
     @classmethod
     @override
@@ -382,10 +382,6 @@ class _Weighted(CombinedPass):
     def begin(self) -> None:
         "Set the limit; a loader starts when its first batch is drawn."
         self.set_limit()
-
-    @override
-    def set_limit(self) -> None:
-        self.limit = self.find_length(self.loader)
 
     @override
     def draw(self) -> Any:

@@ -646,6 +646,7 @@ def _name(dl: Any) -> str:
 
 
 def count_ranks(dl: Any) -> int:
+    "Return the number of ranks that a loader is divided among."
     return dl.spec.size if isinstance(dl, Shard) else 1
 
 

@@ -54,34 +54,38 @@ class Field:
     restored: bool = False  # whether an evaluation restores it
     saved: type | None = None  # type of its entry in a checkpoint; None: no entry
     released: bool = False  # whether it gets its default again at the end of a run
+    is_place: bool = False  # whether it says where an error was raised
+    is_result: bool = False  # whether it is the batch, or a result of its forward pass
 
 
 FIELDS = (
     # the place in the run
-    Field('training', False, restored=True, saved=bool),
+    Field('training', False, restored=True, saved=bool, is_place=True),
     Field('fitting', False),
-    Field('phase', 'train', restored=True, saved=str),
-    Field('dl_name', 'train', restored=True, saved=str),
+    Field('phase', 'train', restored=True, saved=str, is_place=True),
+    Field('dl_name', 'train', restored=True, saved=str, is_place=True),
     Field('loader_name', None, restored=True, released=True),  # in `dls`, if `dl_name` differs
     # counters
     Field('n_epoch', 1),
-    Field('epoch', 0, saved=int),
-    Field('iter', 0, restored=True, saved=int),
+    Field('epoch', 0, saved=int, is_place=True),
+    Field('iter', 0, restored=True, saved=int, is_place=True),
     Field('train_iter', 0, saved=int),
-    Field('n_iter', None, restored=True),
-    Field('pct_train', 0.0, saved=float),
+    Field('n_iter', None, restored=True, is_place=True),
+    Field('pct_train', 0.0, saved=float, is_place=True),
     # the batch and its results
-    Field('dl', None, restored=True, released=True),
+    Field('dl', None, restored=True, released=True, is_place=True),
     Field('batch_form', None, restored=True, released=True),  # how batches of `dl` are split
-    Field('batch', None, restored=True, released=True),
-    Field('xb', (None,), restored=True, released=True),
-    Field('yb', (None,), restored=True, released=True),
-    Field('pred', None, restored=True, released=True),
-    Field('loss', None, restored=True, released=True),
-    Field('loss_grad', ABSENT, restored=True, released=True),
+    Field('batch', None, restored=True, released=True, is_result=True),
+    Field('xb', (None,), restored=True, released=True, is_result=True),
+    Field('yb', (None,), restored=True, released=True, is_result=True),
+    Field('pred', None, restored=True, released=True, is_result=True),
+    Field('loss', None, restored=True, released=True, is_result=True),
+    Field('loss_grad', ABSENT, restored=True, released=True, is_result=True),
 )
 RESTORED = tuple(f.name for f in FIELDS if f.restored)
 SAVED = {f.name: f.saved for f in FIELDS if f.saved is not None}
+PLACE = tuple(f.name for f in FIELDS if f.is_place)
+RESULTS = tuple(f.name for f in FIELDS if f.is_result)
 _RELEASED = tuple(f for f in FIELDS if f.released)
 
 

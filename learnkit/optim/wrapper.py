@@ -106,8 +106,8 @@ class OptimWrapper(torch.optim.Optimizer):
         is_single = isinstance(opt, torch.optim.Optimizer)
         self.optimizers = {'': opt} if is_single else name_optimizers(opt)
         self.n_steps = 0
-        # steps that each of several optimizers took alone, by name
-        self._n_steps_alone: dict[str, int] = {}
+        # steps that each of several optimizers took alone
+        self._n_steps_alone: dict[torch.optim.Optimizer, int] = {}
         self.was_cut = False  # whether an exception has ended a step of this fit
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
@@ -251,8 +251,8 @@ class OptimWrapper(torch.optim.Optimizer):
         drop_casts()
         self.n_steps += 1
         if only is not None:
-            name = str(self.name_of(only))
-            self._n_steps_alone[name] = self._n_steps_alone.get(name, 0) + 1
+            [opt] = selected
+            self._n_steps_alone[opt] = self._n_steps_alone.get(opt, 0) + 1
         return res
 
     def count_steps(
@@ -262,8 +262,9 @@ class OptimWrapper(torch.optim.Optimizer):
         "Return the number of steps, or the number of those in which one of several optimizers took part."
         if only is None:
             return self.n_steps
+        [opt] = self._select(only)
         alone = self._n_steps_alone
-        return self.n_steps - sum(alone.values()) + alone.get(str(self.name_of(only)), 0)
+        return self.n_steps - sum(alone.values()) + alone.get(opt, 0)
 
     def _select(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
         "Return the optimizer with a name or index, or all for None."
