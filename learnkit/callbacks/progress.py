@@ -384,8 +384,7 @@ class ProgressCallback(Callback):
         n_epoch = f'/{learn.n_epoch}' if learn.n_epoch else ''
         has_epochs = learn.fitting and learn.create_mbar
         epoch = f'epoch {learn.epoch + 1}{n_epoch} ' if has_epochs else ''
-        length = epoch_length(learn, learn.dl)[0]
-        total = self._find_total(length, first) if name == 'train' else length
+        total = self._find_total(epoch_length(learn, learn.dl)[0], first)
         progress.bar = Bar(epoch + name, total, first, first=first)
         if perf_counter() >= progress.due:
             progress.draw()
@@ -394,15 +393,12 @@ class ProgressCallback(Callback):
         bar = self._progress.bar
         if bar:
             bar.done = done
-            is_training = bar is self._progress.train
-            bar.total = (
-                self._find_total(self.learn.n_iter, done) if is_training else self.learn.n_iter
-            )
+            bar.total = self._find_total(self.learn.n_iter, done)
             bar.note = self._make_note()
 
     def _find_total(self, length: int | None, done: int) -> int | None:
-        "Return the number of batches of a pass over the training data, which a budget may end."
-        budget = find_budget(self.learn)
+        "Return the number of batches of a pass; a budget may end a pass over the training data."
+        budget = find_budget(self.learn) if self.learn.training else None
         left = None if budget is None else budget.estimate_batches_left()
         if left is None:
             return length
