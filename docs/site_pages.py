@@ -25,6 +25,7 @@ CODE = {
     '': 'text',
 }  # languages of the files that are shown as they are
 MADE = 'guides', 'project', 'api', 'code'  # folders of generated pages
+CODE_BLOCK = re.compile(r'(^```.*?^```)', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)')
 
 
@@ -68,7 +69,9 @@ def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
             return match[0]
         raise LookupError(f'{folder}: [{label}]({target}) leads to no page of the site.')
 
-    return LINK.sub(one, text)
+    parts = CODE_BLOCK.split(text)  # every second part is a block of code
+    parts[::2] = [LINK.sub(one, part) for part in parts[::2]]
+    return ''.join(parts)
 
 
 def guide(path: Path, known: dict[Path, str]) -> str:

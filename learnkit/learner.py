@@ -341,6 +341,8 @@ class Learner(Loop):
 
             keep_pause(self, call, e)
             if not isinstance(e, FitPaused):
+                if isinstance(e, KeyboardInterrupt) and not e.args and outer is None:
+                    e.args = tuple(self._describe_stop())
                 raise
         finally:
             self.run.request = outer
@@ -348,7 +350,7 @@ class Learner(Loop):
             raise KeyboardInterrupt(*self._describe_stop()) from None
 
     def _describe_stop(self) -> list[str]:
-        "Return the message of a Ctrl-C that has ended a fit behind a batch."
+        "Return the message of a Ctrl-C that has ended a fit."
         pause = self.run.pause
         if pause is None:
             return [f'stopped; it cannot continue: {self.run.not_paused}.']

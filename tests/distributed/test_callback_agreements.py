@@ -203,7 +203,7 @@ def test_who_leaves_alone_is_named_to_the_others_at_once(
     (other, message, took_s, n), (own, _, _, n_own) = ends[case]
     raises, event, _ = ENDS[case]
     assert own == raises.__name__ and n - n_own in (0, 1) and took_s < 150
-    reason = 'has left the training' if raises is SystemExit else f'failed in Callback.{event}'
+    reason = 'has left the training' if raises is SystemExit else f'failed in Callback({event}=act)'
     assert other == 'DistributedError' and message.startswith(f'Process 1 of 2 {reason}')
     assert ('KeyboardInterrupt' in message) == (raises is KeyboardInterrupt)
 

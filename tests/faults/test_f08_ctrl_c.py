@@ -139,7 +139,9 @@ def test_at_every_event(event: str) -> None:
     learn = make_learner([*trigger(event), At(event, how), watch := Watch()])
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH, iteration=1))
-    assert type(e) is KeyboardInterrupt and not str(e)
+    assert type(e) is KeyboardInterrupt
+    assert str(e).startswith('stopped') == (event != 'cleanup')  # after which the fit is over
+    assert ('learn.resume()' in str(e)) == (learn.paused is not None)
     if event != 'cleanup':
         assert notes(e)[0].startswith(f'in At.{event} (epoch {int(event == "after_fit")}, batch ')
         assert watch.fired == [('after_error', e), ('cleanup', e)]
