@@ -353,7 +353,7 @@ class Learner(Loop):
         "Return the message of a Ctrl-C that has ended a fit."
         pause = self.run.pause
         if pause is None:
-            return [f'stopped; it cannot continue: {self.run.not_paused}.']
+            return [f'stopped; the fit cannot continue, because {self.run.not_paused}.']
         return [f'stopped {pause.describe()}: `learn.resume()` continues there.']
 
     def pause(self) -> None:

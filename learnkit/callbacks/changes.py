@@ -56,15 +56,7 @@ def resume(
 ) -> None:
     "Continue the paused fit; see `Learner.resume`."
     __tracebackhide__ = True
-    pause = learn.run.pause
-    if learn.run.depth:
-        raise FitError('learn.resume(): a run is under way.')
-    if pause is None:
-        why = learn.run.not_paused
-        reason = f'The last fit cannot continue: {why}.' if why else 'no fit is paused.'
-        raise FitError(
-            f'learn.resume(): {reason} `fit(..., resume=True)` continues from a checkpoint of a folder.'
-        )
+    pause = _require_pause(learn)
     parse_pause(learn, pause_at)
     _check_length(pause, n_epoch)
     rest = find_rest(learn, pause) if at_once else None
@@ -88,6 +80,20 @@ def resume(
     if rest is None and pause.point == 'batch' and state is not None:
         _warn_of_new_pass(pause, state)
     _continue_fit(learn, pause.call, state, pause_at)
+
+
+def _require_pause(learn: Learner) -> Pause:
+    "Return the paused fit; raise `FitError` if there is none."
+    if learn.run.depth:
+        raise FitError('learn.resume(): a run is under way.')
+    pause: Pause | None = learn.run.pause
+    if pause is not None:
+        return pause
+    why = learn.run.not_paused
+    reason = f'the last fit cannot continue, because {why}' if why else 'no fit is paused'
+    raise FitError(
+        f'learn.resume(): {reason}. To continue from a checkpoint in a folder, call `fit(..., resume=True)`.'
+    )
 
 
 def _warn_of_new_pass(pause: Pause, state: PausedState) -> None:

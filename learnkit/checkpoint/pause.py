@@ -178,7 +178,7 @@ def _capture(learn: Learner, point: str) -> dict[str, Any]:
     try:
         return gather_full_state(collect_state(learn, point))
     except Exception as e:
-        raise NotPaused(f'its state cannot be kept, {type(e).__name__}: {e}') from e
+        raise NotPaused(f'its state cannot be copied ({type(e).__name__}: {e})') from e
 
 
 def make_pause(

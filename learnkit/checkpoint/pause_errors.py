@@ -70,7 +70,9 @@ def keep_pause(learn: Learner, call: FitCall, error: BaseException) -> None:
     except NotPaused as e:
         run.not_paused = str(e)
         if isinstance(error, FitPaused) and not run.request.is_interrupt:
-            raise FitError(f'The fit was to pause, and cannot continue: {e}.') from e.__cause__
+            raise FitError(
+                f'The fit was to pause, but cannot continue, because {e}.'
+            ) from e.__cause__
     if isinstance(error, FitPaused):
         if run.pause is not None:
             for writer in list_checkpoint_writers(learn):
@@ -91,9 +93,7 @@ def _find_pause(learn: Learner, call: FitCall, error: BaseException) -> Pause:
         pause: Pause = run.request.restored
         return pause
     if resuming is not None:
-        raise NotPaused(
-            'it had not yet continued from its checkpoint: call `fit(resume=...)` again'
-        )
+        raise NotPaused('it was stopped before it had resumed from its checkpoint')
     if isinstance(error, (CancelException, CancelError)):
         raise NotPaused('a Cancel exception was raised where its level is not open')
     if learn.world.size > 1:
@@ -259,7 +259,9 @@ def _make_pause_in_batch(learn: Learner, call: FitCall, failure: Failure | None)
     positions = learn.parts.positions
     event = '' if failure is None else failure.event
     if learn.opt.was_cut:
-        raise NotPaused("the optimizer's step was cut, and may have changed a part of the weights")
+        raise NotPaused(
+            "the optimizer's step was interrupted, and may have changed part of the weights"
+        )
     is_counted = learn.parts.counters.batches > positions.n_trained
     if failure is not None and event in _BEHIND:
         return _make_pause_behind(learn, call, failure, is_counted)
@@ -269,7 +271,7 @@ def _make_pause_in_batch(learn: Learner, call: FitCall, failure: Failure | None)
         pause.caveat = 'handlers of `after_batch` and `batch_checkpoint` may have been left out'
         return pause
     if learn.opt.n_steps != positions.n_steps:
-        raise NotPaused('the batch was cut behind a step of an optimizer')
+        raise NotPaused('the batch was interrupted after an optimizer had stepped')
     return _make_pause_before(learn, call, event, failure)
 
 
@@ -338,7 +340,7 @@ def _clear_gradients(learn: Learner, event: str) -> None:
     began = event not in _BEFORE_BACKWARD if event else 'loss_grad' in vars(learn)
     if began or _may_repeat(learn):
         raise NotPaused(
-            'gradients that were accumulated over earlier batches contain a part of the failed one'
+            'gradients that were accumulated over earlier batches contain part of the failed one'
         )
 
 
