@@ -96,7 +96,11 @@ SENTENCES: dict[str, str | tuple[str, ...]] = {
     'train a gan with two optimizers': 'howto/two_optimizers',
     'imbalanced classes weighted f1': 'howto/class_imbalance',
     'log images of predictions': 'howto/logging',
-    'my dataset is an iterable without length': ('guides/08_evaluation_and_time', 'checkpoints'),
+    'my dataset is an iterable without length': (
+        'howto/streams',
+        'guides/08_evaluation_and_time',
+        'checkpoints',
+    ),
     'webdataset streaming': 'checkpoints',
     'progress bar too noisy in log file': ('howto/logging', 'guides/05_metrics_history'),
     'early stopping patience': 'howto/best_model',
