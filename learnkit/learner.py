@@ -878,7 +878,7 @@ class Learner(Loop):
         all ranks; with loaders declared `sharded_already`, each rank receives the predictions of its shard only.
 
         The order of the result is: inputs, predictions, targets, decoded predictions, losses. Several inputs or targets
-        are a list or tuple of tensors; targets are None if the loader has none. Samples of a shuffling loader are
+        are a list or tuple of tensors; targets are None if the loader has no targets. Samples of a shuffling loader are
         returned in data-set order, each once. Samples that a weighted or partial fastai loader draws are in data-set
         order too, each as often as drawn. A torch sampler that draws samples (WeightedRandomSampler) keeps the order of
         its draws, as do a list, an iterable data set, and a custom batch sampler.
@@ -915,7 +915,7 @@ class Learner(Loop):
     ) -> Iterator[tuple[Any, ...]]:
         """Return an iterator over the predictions of each batch, computed on demand in the loader's order.
 
-        Each batch is a run of its own, and each item is what `get_preds` would return for the batch, up to random
+        Each batch is a separate run, and each item is what `get_preds` would return for the batch, up to random
         numbers. Memory use is constant. With several ranks, each rank receives its shard, and all of them have to
         iterate to the end.
 
@@ -1098,7 +1098,7 @@ class Learner(Loop):
         fname: str | Path = 'export.pt2',  # name below `path`, or absolute path; appends `.pt2`
         act: Callable[[Any], Any] | None = None,  # applied to outputs, e.g. `loss_func.activation`
         sample: Any = None,  # example inputs, tuple if several; None: shapes of the data's inputs
-        # free axes beside the batch, by argument of `forward`: {'tokens': {1: 'length'}}
+        # free axes besides the batch axis, by argument of `forward`: {'tokens': {1: 'length'}}
         dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     ) -> Path:
         """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
@@ -1204,7 +1204,7 @@ class Learner(Loop):
         folder: str | Path | None = None,  # folder of the checkpoints; None: the Checkpoint's
         exact: bool = True,  # raise an error if the run cannot be repeated exactly; False: warn
     ) -> Moment:
-        """Return the moment before a batch of an earlier run: the Learner stands there as it did then, bit for bit.
+        """Return the moment before a batch of an earlier run: the Learner is restored to its state then, bit for bit.
 
         Make the Learner as for training, with its callbacks. It trains from the nearest earlier checkpoint up to the
         batch, without loggers, checkpoints, rows and bars. `moment.batch` is the batch, `moment.indices` its samples in
@@ -1313,7 +1313,7 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().launch(lambda learn: learn.fit(1), nproc=0)
         Traceback (most recent call last):
-        learnkit.core.errors.OptionError: nproc=0: give a whole number, 1 or more.
+        learnkit.core.errors.OptionError: nproc=0: pass a whole number, 1 or more.
         """
 
     @implemented_in('learnkit.distributed.compare')

@@ -143,7 +143,7 @@ class BaseLoss(nn.Module):
         if self.is_2d:
             fix = _describe_fix(inp, self.axis)
         else:
-            fix = f'give targets of shape {list(inp.shape)}.'
+            fix = f'pass targets of shape {list(inp.shape)}.'
         raise _make_shape_error(self, inp, targ, fix)
 
     def activation(self, x: Tensor) -> Tensor:
@@ -493,7 +493,7 @@ def _describe_fix(inp: Tensor, axis: int) -> str:
     shape = list(inp.shape)
     n = shape.pop(axis)
     return (
-        f'with {n} classes along axis {axis}, give whole class numbers of shape {shape} (`targ.long()`, or '
+        f'with {n} classes along axis {axis}, pass integer class numbers of shape {shape} (`targ.long()`, or '
         f'`targ.argmax({axis})` of one-hot targets), or probabilities of shape {list(inp.shape)} (`targ.float()`). '
         'Are the classes along another `axis`?'
     )

@@ -77,7 +77,7 @@ class GradientAccumulation(Callback):
         self.n_acc = check_count('n_acc', n_acc)
         self.batches = None if batches is None else check_count('batches', batches)
         if batches is not None and n_acc != 32:
-            raise OptionError('GradientAccumulation: give n_acc (samples) or batches, not both.')
+            raise OptionError('GradientAccumulation: pass n_acc (samples) or batches, not both.')
         # number of samples and weight of the current batch, until it is counted
         self._batch: tuple[int, Any] | None = None
         self._in_tail = False  # whether the step is for samples left over in an epoch

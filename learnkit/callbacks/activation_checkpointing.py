@@ -23,7 +23,7 @@ class ActivationCheckpointing(Callback):
     """Keep only the inputs of modules in training, and run the modules again in the backward pass.
 
     That takes the memory of one module's activations at a time, for the time of another forward
-    pass. Weights, losses and dropout masks are those of training without it: the random generators
+    pass. Weights, losses and dropout masks equal those of training without it: the random generators
     are restored for the second run, which starts with the buffers of the first one and leaves no
     trace in them: running statistics are updated once. It works with all strategies of
     `learn.distributed`. No state.

@@ -156,5 +156,5 @@ class _SameBatch(TrainingPositions):
 
     @override
     def open(self, learn: Learner, continued: bool = False) -> Iterator[Any]:
-        "Return the batch, as often as it is asked for."
+        "Return the batch, as often as requested."
         return repeat(self.batch)

@@ -26,7 +26,7 @@ class BestMetric(TrackerCallback):
     (`learn.time`) of that evaluation; the end of the fit prints them. A target that the evaluation
     did not measure is None.
 
-    `MetricProperties` gives the direction of `source`. Raises `OptionError` for a metric
+    `MetricProperties` defines the direction of `source`. Raises `OptionError` for a metric
     without a known direction, and `MetricError` before training for an unknown column.
     Checkpointed: `best`, `at_best`, `best_at`.
 
@@ -80,7 +80,7 @@ class BestMetric(TrackerCallback):
             matches = fnfilter(names, name)
             if not matches:
                 raise MetricError(
-                    f'BestMetric({name!r}): no evaluation gives that, but {", ".join(names)}.'
+                    f'BestMetric({name!r}): no evaluation logs that, but {", ".join(names)}.'
                     f'{did_you_mean(name, names)}'
                 )
             columns += matches

@@ -111,7 +111,7 @@ def _continue_fit(
     state: PausedState | None,  # None: the fit begins again
     pause_at: Any,
 ) -> None:
-    "Fit on, and call what follows the fit in the method that was called."
+    "Continue the fit, and call what follows it in the method that was called."
     learn.run.then = call.then
     try:
         with replacing_yield(learn, 'stage', call.stage):
@@ -178,7 +178,7 @@ def _read_rates(learn: Learner) -> list[float]:
 def _find_rates(learn: Learner, pause: Pause, lr: Any, lr_scale: float | None) -> Rates | None:
     "Return the new rates, or None if they stay; raise `OptionError` for rates that no schedule can have."
     if lr is not None and lr_scale is not None:
-        raise OptionError('learn.resume(lr=, lr_scale=): give one of the two.')
+        raise OptionError('learn.resume(lr=, lr_scale=): pass one of the two.')
     if lr is None and lr_scale is None:
         if are_equal(learn.lr, pause.settings.lr):
             return None
@@ -207,9 +207,9 @@ def _find_rates(learn: Learner, pause: Pause, lr: Any, lr_scale: float | None) -
 
 
 def _check_factor(lr_scale: Any) -> float:
-    "Return a factor of the rates; raise `OptionError` if it is no number above 0."
+    "Return a factor of the rates; raise `OptionError` unless it is a number above 0."
     if not isinstance(lr_scale, Real) or not 0 < float(lr_scale) < inf:
-        raise OptionError(f'learn.resume(lr_scale={lr_scale!r}): give a number above 0.')
+        raise OptionError(f'learn.resume(lr_scale={lr_scale!r}): pass a number above 0.')
     return float(lr_scale)
 
 

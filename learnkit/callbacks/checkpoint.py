@@ -95,7 +95,7 @@ class Checkpoint(CheckpointWriter, Callback):
 
     With `mirror='s3://bucket/run'`, or another URL that fsspec opens, a thread of rank 0 copies the newest and the best
     checkpoints to this store, and removes those that the folder would not keep. `fit(resume=True)` fetches the store's
-    newest whole checkpoint if the folder has none that is as new. Training does not wait for an upload, and no failure
+    newest complete checkpoint if the folder's are older. Training does not wait for an upload, and no failure
     of the store stops it: the thread warns once for each kind of failure, and tries again. The end of a fit waits for
     the last upload, also on SIGTERM. Two runs cannot share a store's folder. The first checkpoint of a fit names the
     callbacks with files that a new machine would lack.
@@ -150,9 +150,9 @@ class Checkpoint(CheckpointWriter, Callback):
             check_count('keep_last', keep_last)
         check_count('keep_best', keep_best, 0)
         if mode not in (None, 'min', 'max'):
-            raise OptionError(f"mode={mode!r}: give 'min', 'max', or None.")
+            raise OptionError(f"mode={mode!r}: pass 'min', 'max', or None.")
         if not isinstance(monitor, str | None):
-            raise OptionError(f'monitor={monitor!r}: give the name of a column of the history.')
+            raise OptionError(f'monitor={monitor!r}: pass the name of a column of the history.')
         if monitor is not None and mode is None:
             mode = _find_mode(monitor)
         self._folder = None if folder is None else as_local_path(folder)
@@ -429,7 +429,7 @@ class Checkpoint(CheckpointWriter, Callback):
         return Path(path), learn.world.run_on_all(write)
 
     def _name_other_files(self) -> None:
-        "Warn once a fit, beside a mirror, of callbacks whose files a new machine would lack."
+        "Warn once per fit with a mirror of callbacks whose files a new machine would lack."
         if self._uploader is None or self._has_named_files:
             return
         self._has_named_files = True
@@ -675,4 +675,4 @@ def _find_mode(monitor: str) -> str:
     direction = MetricProperties().get(monitor)
     if direction in ('lower', 'higher'):
         return 'min' if direction == 'lower' else 'max'
-    raise OptionError(f"Which {monitor!r} are better: give mode='min' or 'max'.")
+    raise OptionError(f"Which {monitor!r} are better: pass mode='min' or 'max'.")

@@ -105,7 +105,7 @@ class WholeStep:
 
     Takes the seam `batch` in a fit, or `passes` of microbatches. Before every batch it checks for
     changes since the last batch: handlers, hooks, gradients, numbers, shapes. The checks take two or
-    three microseconds in total. Each shape of batches has compiled code of its own; a further shape
+    three microseconds in total. Each shape of batches is compiled separately; a further shape
     is compiled when it comes the second time.
     """
 
@@ -290,7 +290,7 @@ class WholeStep:
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
-        # a class with a training batch of its own may never ask for a compiled step
+        # a class with its own training batch may never request a compiled step
         reasons = [self.failure] if self.failure else list(find_overrides(self.learn))
         reasons = reasons or [*self._find_blocks(), *self.refused]
         if not reasons and self.waiting and not self.n_compilations:
@@ -463,7 +463,7 @@ def make_caller(model: nn.Module) -> Any:
 
 
 def describe_shape(shape: Any) -> Any:
-    "Return the shape of a tensor as a tuple, and the description of another object as it is."
+    "Return the shape of a tensor as a tuple, and the description of another object unchanged."
     return tuple(shape) if isinstance(shape, torch.Size) else shape
 
 

@@ -88,14 +88,14 @@ class ExportForInference(Callback):
         formats: str | tuple[str, ...] | None = None,
         act: Callable[[Any], Any] | None = None,  # function of the outputs, such as a softmax
         sample: Any = None,  # example inputs; None: inputs of the first batch of the data
-        # free axes beside the batch: {'tokens': {1: 'length'}}, see `learn.export`
+        # free axes besides the batch axis: {'tokens': {1: 'length'}}, see `learn.export`
         dynamic_shapes: DynamicShapes | None = None,
     ) -> None:
         if formats is None:
             formats = 'onnx' if Path(fname).suffix == '.onnx' else 'torch.export'
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         if not FORMATS.keys() >= set(self.formats):
-            raise OptionError(f'formats={formats!r}: give one or more of {tuple(FORMATS)}.')
+            raise OptionError(f'formats={formats!r}: pass one or more of {tuple(FORMATS)}.')
         self.fname = fname
         self.act = act
         self.sample = sample

@@ -233,7 +233,7 @@ def run_uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 class HookCallback(Callback):
-    """Hook modules during a fit: override `hook(self, m, inp, out)`, or give a function as `hook=`.
+    """Hook modules during a fit: override `hook(self, m, inp, out)`, or pass a function as `hook=`.
 
     `self.hooks.stored` holds the last result of each module, in the order of `self.modules`;
     `layer_names` holds the names of the modules. `every` hooks the training batches 0, n, 2n, ... of
@@ -245,7 +245,7 @@ class HookCallback(Callback):
     registered, a compiled model runs uncompiled.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
-    `every` that is no number of batches. Checkpointed: nothing.
+    `every` that is not a number of batches. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=HookCallback(hook=lambda m, i, o: o.shape, every='5ba'))
@@ -274,7 +274,7 @@ class HookCallback(Callback):
         self._requested = None if modules is None else _list_modules(modules)
         self.every = None if every is None else as_time(every, 'ba')
         if self.every is not None and self.every.unit != 'ba':
-            raise TimeError(f"every={every!r}: give a number of batches, such as '100ba'.")
+            raise TimeError(f"every={every!r}: pass a number of batches, such as '100ba'.")
         self.remove_end = remove_end
         self.is_forward = is_forward
         self.detach = detach

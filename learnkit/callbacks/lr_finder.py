@@ -136,7 +136,7 @@ class LRFinder(ParamScheduler):
         high: Any = np.asarray(end_lr, dtype=float)
         if low.shape != high.shape or not ((low > 0) & (low < high) & (high < math.inf)).all():
             raise ScheduleError(
-                f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
+                f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: pass 0 < start_lr < '
                 'end_lr.'
             )
         if not low.ndim:

@@ -357,7 +357,7 @@ def as_mode(amp_mode: Any) -> AMPMode:
         return AMPMode(amp_mode)
     except ValueError:
         raise OptionError(
-            f"amp_mode={amp_mode!r}: give 'fp16' or 'bf16'.{did_you_mean(str(amp_mode), AMPMode)} For "
+            f"amp_mode={amp_mode!r}: pass 'fp16' or 'bf16'.{did_you_mean(str(amp_mode), AMPMode)} For "
             'float32, leave MixedPrecision out (`learn.to_fp32()`).'
         ) from None
 

@@ -201,7 +201,7 @@ class MixHandler(Callback):
         if has_listed_samples((*learn.xb, *learn.yb), n):
             raise BatchError(
                 f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
-                'entry a sample: give stacked tensors as inputs and targets.'
+                'entry a sample: pass stacked tensors as inputs and targets.'
             )
         device = tensors_in(learn.xb)[0].device
         self._order = order = torch.randperm(n).to(device, non_blocking=True)
@@ -555,6 +555,6 @@ def expand_shares(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:
     else:
         found = f'a tensor of shape {tuple(loss.shape)}'
     raise LossError(
-        f"{name_of(loss_func)} with reduction='none' gave {found} for {n} samples. To blend it, one number "
+        f"{name_of(loss_func)} with reduction='none' returned {found} for {n} samples. To blend it, one number "
         'for each sample or each of its elements is needed.'
     )

@@ -80,13 +80,13 @@ def explain_nonfinite(
 ) -> str:
     """Return the origin of the loss's NaN or infinity in a sentence or two.
 
-    The search checks, in this order: the batch as the loader gave it, with its samples; the batch
+    The search checks, in this order: the batch as the loader returned it, with its samples; the batch
     as callbacks left it; parameters and buffers; and the outputs of modules in a second forward
     pass with the same random numbers, after which buffers are restored.
     """
     indices = learn.parts.positions.indices(learn)
     if learn.loss.isfinite():
-        return f'The loss function gave {learn.loss.item():g}: a callback has changed it since.'
+        return f'The loss function returned {learn.loss.item():g}: a callback has changed it since.'
     names = find_bad_data(learn, indices) or find_bad_weights(learn)
     if names:
         return f'Not finite: {format_few(names)}.'

@@ -92,7 +92,7 @@ class GuardNonFinite(Callback):
     ) -> None:
         if policy not in POLICIES:
             raise OptionError(
-                f'policy={policy!r}: give one of {POLICIES}.{did_you_mean(str(policy), POLICIES)}'
+                f'policy={policy!r}: pass one of {POLICIES}.{did_you_mean(str(policy), POLICIES)}'
             )
         self.policy = policy
         self.grads = grads

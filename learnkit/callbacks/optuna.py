@@ -72,7 +72,7 @@ class OptunaPruning(Callback):
         if better in ('lower', 'higher') and better != wanted:
             raise OptionError(
                 f'OptunaPruning(monitor={self.monitor!r}): {better} is better, and the study is to '
-                f'{study.direction.name.lower()} it: give `optuna.create_study(direction=...)`.'
+                f'{study.direction.name.lower()} it: pass `optuna.create_study(direction=...)`.'
             )
 
     def before_fit(self) -> None:

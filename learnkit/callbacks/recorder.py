@@ -92,7 +92,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
         if train_loss not in ('mean', 'smooth'):
-            raise OptionError(f'Recorder: train_loss={train_loss!r}: give `mean` or `smooth`.')
+            raise OptionError(f'Recorder: train_loss={train_loss!r}: pass `mean` or `smooth`.')
         self.train_loss = train_loss
         self.add_time = add_time
         self.train_metrics = train_metrics
@@ -584,7 +584,7 @@ def records(cb: Any) -> Recorder:
     "Return the Recorder of a callback's Learner, or raise `MetricError`."
     found = recorder_of(cb.learn)
     if found is None:
-        raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
+        raise MetricError(f'{type(cb).__name__} reads the Recorder, which this Learner lacks.')
     return found
 
 
@@ -601,7 +601,7 @@ def check_monitor(cb: Any, monitor: str) -> None:
 
 
 def read_monitor(cb: Any, monitor: str) -> Any:
-    """Return the value of a column or of a name of `learn.log` in this epoch's row, or None if the epoch has none.
+    """Return the value of a column or of a name of `learn.log` in this epoch's row, or None if the epoch lacks it.
 
     The first rank's logged value counts. Raises `MetricError` if nothing has written the name by the
     first epoch with an evaluation."""

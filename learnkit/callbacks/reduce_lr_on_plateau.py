@@ -43,7 +43,7 @@ class ReduceLROnPlateau(PatientTracker):
     ) -> None:
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
         if not isinstance(factor, Real) or not factor > 1:
-            raise OptionError(f'factor={factor!r} divides the rate: give a number above 1.')
+            raise OptionError(f'factor={factor!r} divides the rate: pass a number above 1.')
         self.factor = factor
         self.min_lr = min_lr
 

@@ -45,7 +45,7 @@ STATE = (*SAVED, 'n_iter', 'n_epoch', 'epochs_per_iteration', 'dl', 'fitting')
 
 
 class Drawn(NamedTuple):
-    "Batch as the loader gave it, and the state of the run at that time."
+    "Batch as the loader returned it, and the state of the run at that time."
 
     batch: Any
     rng: RNGState
@@ -93,7 +93,7 @@ class Replay(Callback):
     After an exception before the step of a training batch, `learn.resume()` repeats the batch with
     the buffers, the random generators and the accumulated gradients from before it.
 
-    Kept is the last batch of training as the loader gave it, by reference, and one that failed, with
+    Kept is the last batch of training as the loader returned it, by reference, and one that failed, with
     copies of the buffers and of the accumulated gradients. On a GPU this takes the memory of one more
     batch, and in-place changes of a batch change the repeated batch too. Weights and the counters of
     other callbacks are not kept. The next fit and `learn.close()` drop the batches. Checkpointed:

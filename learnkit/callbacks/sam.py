@@ -73,7 +73,7 @@ class SAM(Callback):
         if replaces_batch(learn):
             raise OptionError(
                 f'SAM computes the loss a second time, which the `_do_one_batch` of '
-                f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
+                f'{type(learn).__name__} does itself. Write it as `train_batch`, with '
                 '`self.optimize(f)`, where f() computes the loss.'
             )
 

@@ -94,7 +94,9 @@ class SaveModelCallback(TrackerCallback):
             if cb is self or not isinstance(cb, SaveModelCallback):
                 continue
             if (cb.fname, bool(cb.every_epoch)) == own:
-                raise OptionError(f'{self} and {cb} write the same file: give one another `fname`.')
+                raise OptionError(
+                    f'{self} and {cb} write the same file: pass another `fname` to one of them.'
+                )
 
     def after_eval(self) -> None:
         "Compare a value that is evaluated within an epoch, before later batches change the weights."

@@ -93,13 +93,13 @@ class ParamScheduler(Callback):
         super().__init__()
         if not isinstance(scheds, Mapping):
             raise ScheduleError(
-                f'ParamScheduler({scheds!r}): give a dict, such as `{{"lr": SchedCos(1, 0)}}`.'
+                f'ParamScheduler({scheds!r}): pass a dict, such as `{{"lr": SchedCos(1, 0)}}`.'
             )
         self.scheds = dict(scheds)
         for name, f in self.scheds.items():
             if not callable(f):
                 raise ScheduleError(
-                    f'The schedule of {name} is {f!r}: give a function of the position, such as SchedCos(1, 0).'
+                    f'The schedule of {name} is {f!r}: pass a function of the position, such as SchedCos(1, 0).'
                 )
         # highest learning rates, a number or an array by group; None: unknown
         self.highest: Any = None

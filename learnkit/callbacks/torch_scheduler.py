@@ -35,7 +35,7 @@ class LRScheduler(Callback):
     `threshold_mode='abs'`.
 
     With `only`, the scheduler has the param groups of one of several optimizers; by batch, it advances
-    after a batch in which that optimizer has stepped. Each optimizer may have a callback of its own.
+    after a batch in which that optimizer has stepped. Each optimizer may have its own callback.
 
     The epochs that `fit(start_epoch=)` skips advance a scheduler by epoch, not by batch. After
     `learn.resume(lr_scale=0.5)` the optimizer gets half of the scheduler's rates. Checkpointed: the
@@ -68,10 +68,10 @@ class LRScheduler(Callback):
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'):
-            raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
+            raise OptionError(f"LRScheduler(by={by!r}): pass 'batch' or 'epoch'.")
         if not callable(scheduler):
             raise OptionError(
-                f'LRScheduler({scheduler!r}): give f(optimizer) -> scheduler, such as partial(StepLR, step_size=3).'
+                f'LRScheduler({scheduler!r}): pass f(optimizer) -> scheduler, such as partial(StepLR, step_size=3).'
             )
         self.by = by
         self.monitor = monitor
@@ -265,7 +265,7 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 class _GroupView(torch.optim.Optimizer):
     """Param groups as a scheduler sees them: one per group of the learner's splitter.
 
-    Parameters without weight decay have param groups of their own in the optimizer; this view joins
+    Parameters without weight decay have separate param groups in the optimizer; this view joins
     them with the group that they were split from. Entries that a scheduler adds to a group stay in
     the view; options that it changes are written to the real groups. A value that no batch can use is
     not written, and is an error only if another batch follows: `OneCycleLR` with linear annealing

@@ -177,7 +177,7 @@ class PatientTracker(TrackerCallback):
         reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        as_time(patience, 'ep')  # raises for what is no time
+        as_time(patience, 'ep')  # raises unless it is a time
         self.patience = patience
         self.wait = 0  # number of evaluated epochs without improvement
         self._since = Timestamp()  # time of the last improvement

@@ -44,7 +44,7 @@ def bad_option(
 ) -> OptionError:
     "Return the error for an invalid option of a callback."
     [(name, value)] = option.items()
-    return OptionError(f'{type(cb).__name__}({name}={short_repr(value)}): give {need}.')
+    return OptionError(f'{type(cb).__name__}({name}={short_repr(value)}): pass {need}.')
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class BnFreeze(Callback):
 
     def __init__(self) -> None:
         self._frozen: list[nn.Module] = []
-        self._is_checked = False  # whether norm layers were looked for beside frozen parameters
+        self._is_checked = False  # whether norm layers were searched next to frozen parameters
 
     def before_train(self) -> None:
         unfrozen = self._frozen
@@ -348,7 +348,7 @@ class BnFreeze(Callback):
 
 
 class ShortEpochCallback(Callback):
-    """Train on the first `pct` of each epoch and one batch more, as fastai does, for a quick trial.
+    """Train on the first `pct` of each epoch and one more batch, as fastai does, for a quick trial.
 
     An epoch ends after the first batch whose index is at least `pct` of the number of batches: of
     10 batches, `pct=0.2` trains on 3. Unlike in fastai, all of them are recorded, measured and

@@ -153,7 +153,7 @@ class Writers:
         ]
         if missing:
             raise CheckpointError(
-                f'{folder} has not got {", ".join(missing[:5])}, which other processes have written: '
+                f'{folder} lacks {", ".join(missing[:5])}, written by other processes: '
                 'checkpoints of several machines need a folder that all of them share.'
             )
 
@@ -226,7 +226,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
         is_other = (module, name) in _OTHERS or module == 'pathlib'
         if '.' in name or not (is_description or is_dtype or is_other):
-            raise pickle.UnpicklingError(f'{module!a}.{name!a} is no description of a tensor')
+            raise pickle.UnpicklingError(f'{module!a}.{name!a} does not describe a tensor')
         return super().find_class(module, name)
 
 

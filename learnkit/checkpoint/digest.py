@@ -78,7 +78,7 @@ def differences(
 def _leave_out(state: Any, places: Iterable[str]) -> Any:
     "Return a state without some places, and without those that a checkpoint lists in `nondeterministic_state`."
     if isinstance(places, str):
-        raise OptionError(f'leave_out={places!r}: give a list of places.')
+        raise OptionError(f'leave_out={places!r}: pass a list of places.')
     patterns = [*places]
     if not patterns:
         return state

@@ -339,6 +339,6 @@ def _digest_generator(generator: Any) -> Mark:
 
 
 def _address(t: Tensor) -> int:
-    "Return the address of a tensor's values on this rank, or 0 if it has none."
+    "Return the address of a tensor's values on this rank, or 0 without values."
     mine = local_shard(t)
     return mine.untyped_storage().data_ptr() if is_dense(mine) else 0

@@ -154,7 +154,7 @@ def find(
         return _load_path(as_local_path(which), folder)
     if which is not True and not isinstance(which, str):
         raise CheckpointError(
-            f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
+            f"resume={which!r}: pass True, 'latest', 'best', the path of a checkpoint, or a state "
             'from `learn.checkpoint_state()`.'
         )
     return _find_undamaged(folder, which, mirror)

@@ -73,7 +73,7 @@ class Mirror:
             get_filesystem_class(protocol)
         except ValueError as e:
             raise OptionError(
-                f"mirror={url!r} ({e}): give the URL of a folder, such as 's3://bucket/run'."
+                f"mirror={url!r} ({e}): pass the URL of a folder, such as 's3://bucket/run'."
             ) from None
         except ImportError as e:
             library = getattr(e.__cause__, 'name', None) or protocol

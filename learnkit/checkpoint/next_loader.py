@@ -38,7 +38,7 @@ def find_rest(learn: Learner, pause: Pause) -> Mapping[str, Any] | None:
         position = _count_position(pause, new)
         if position is not None and _has_same_order(pause, new, position):
             return position
-        reason = 'The new loader has other samples or another order: give it the same data, `shuffle` and `seed`.'
+        reason = 'The new loader has other samples or another order: pass one with the same data, `shuffle` and `seed`.'
     raise OptionError(
         f'learn.resume(at_once=True): {reason} Without `at_once`, the new loader is used from the next epoch on.'
     )
@@ -54,7 +54,7 @@ def _explain_loaders(learn: Learner, pause: Pause, old: Any, new: Any) -> str:
             f'`torch.utils.data.DataLoader`, not of {type(old).__name__} and {type(new).__name__}.'
         )
     if pause.grads:
-        return 'The pause is within an accumulation of gradients: pause behind a step.'
+        return 'The fit is paused while gradients are accumulated: pause after a step.'
     samples = [describe_drawn(dl)['samples'] for dl in (old, new)]
     if samples[0] != samples[1]:
         return f'The data had {samples[0]} samples, now {samples[1]}.'

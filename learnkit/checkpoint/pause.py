@@ -159,7 +159,7 @@ class Pause:
 
 
 def _begin_with(batches: Iterator[Any], batch: Any, rng: RNGState) -> Iterator[Any]:
-    "Yield a batch that was drawn before, with the generators after it, and the batches behind it."
+    "Yield a batch that was drawn before, with the generators after it, and the batches that follow."
     restore_rng(rng)
     if batch is not _END:
         yield batch
@@ -174,7 +174,7 @@ class NotPaused(Exception):
 
 
 def _capture(learn: Learner, point: str) -> dict[str, Any]:
-    "Return the state of a checkpoint; raise `NotPaused` if a callback or the loader cannot give its state."
+    "Return the state of a checkpoint; raise `NotPaused` if a callback or the loader cannot return its state."
     try:
         return gather_full_state(collect_state(learn, point))
     except Exception as e:
@@ -283,7 +283,7 @@ def mark_loader(dl: Any) -> dict[str, Any]:
 
 
 def is_untouched(open_pass: OpenPass) -> bool:
-    "Return True if the iterator of a pass still gives the batches that it would have given."
+    "Return True if the iterator of a pass is where the pause has left it."
     dl = open_pass.dl
     if type(dl) in (list, tuple) or isinstance(dl, (TensorLoader, Iterator)):
         return True
@@ -341,7 +341,7 @@ def _refer_to(part: Any) -> Part:
 
 
 def _list_layers(learn: Learner) -> dict[str, Part]:
-    "Return the modules of the model that have weights of their own."
+    "Return the modules of the model that have their own weights."
     found = {}
     for name, module in bare_model(learn.model).named_modules():
         if name and any(True for _ in module.parameters(recurse=False)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a fit can continue after it has left the loop: behind a batch if it paused, and at any event after an error.
+"""Where a fit can continue after it has left the loop: after a batch if it paused, and at any event after an error.
 
 The place of an error is found by the handler that has raised it (`Failure`), and else by the state of the source and
 of the optimizer. Before the step a batch is repeated; otherwise the rest of the events is fired."""
@@ -44,7 +44,7 @@ _OF_EVALUATION = (
     'after_eval',
 )
 _EVALUATION = ('after_cancel_train', 'after_train', *_OF_EVALUATION)
-# events behind a step, and at the end of an epoch, each with the events that follow it
+# events after a step, and at the end of an epoch, each with the events that follow it
 _BEHIND = {
     'after_cancel_step': ('after_step', 'after_batch', 'batch_checkpoint'),
     'after_step': ('after_batch', 'batch_checkpoint'),
@@ -211,7 +211,7 @@ def _draws_by_index(dl: Any) -> bool:
 
 
 def _make_pause_in_evaluation(learn: Learner, call: FitCall, failure: Failure | None) -> Pause:
-    "Return the pause behind the last batch of an epoch, whose evaluation begins again."
+    "Return the pause after the last batch of an epoch, whose evaluation begins again."
     event = '' if failure is None else failure.event
     _repeat_evaluations(learn)
     pct_train = learn.pct_train
@@ -255,7 +255,7 @@ def _repeat_evaluations(learn: Learner) -> None:
 
 
 def _make_pause_in_batch(learn: Learner, call: FitCall, failure: Failure | None) -> Pause:
-    "Return the pause before a batch that has failed, or behind it if the optimizer has stepped."
+    "Return the pause before a batch that has failed, or after it if the optimizer has stepped."
     positions = learn.parts.positions
     event = '' if failure is None else failure.event
     if learn.opt.was_cut:
@@ -276,7 +276,7 @@ def _make_pause_in_batch(learn: Learner, call: FitCall, failure: Failure | None)
 
 
 def _make_pause_behind(learn: Learner, call: FitCall, failure: Failure, is_counted: bool) -> Pause:
-    "Return the pause behind the step of a batch, whose remaining events are fired."
+    "Return the pause after the step of a batch, whose remaining events are fired."
     event = failure.event
     handled = {later: list[Any]() for later in (event, *_BEHIND[event])}
     handled[event] = _list_handled(learn, failure)
@@ -350,7 +350,7 @@ def _list_repeated(
     failure: Failure | None,
     has_generators: bool,  # whether the generators from before these events are restored
 ) -> list[str]:
-    "Return the callbacks that may have kept something of the events: those of users, or that draw numbers."
+    "Return the users' callbacks that handle the events, and callbacks that draw random numbers."
     cb_failed = None if failure is None else failure.cb
     found: list[str] = []
     for event in events:

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 Inventory = dict[str, tuple[Mark, str]]
 
 SUMMARY = (
-    'A run that resumes from this checkpoint has lost what has changed, and no checkpoint holds:'
+    'These attributes changed since the fit began and are not saved; a resumed run would lose them:'
 )
 
 _IN_MODULE = 'make it a buffer, or save it by `get_extra_state`'
 _IN_MODULE_TENSOR = f'harmless if each forward pass computes it again; else {_IN_MODULE}'
 _IN_HOOK = 'keep it in a buffer of the module'
-_IN_DATA = 'harmless if it only caches what would be computed again'
-_IN_CALLBACK = 'give the callback `state_dict` and `load_state_dict`'
+_IN_DATA = 'safe to ignore if it is only a cache'
+_IN_CALLBACK = 'define `state_dict` and `load_state_dict` in the callback'
 _IN_LOSS = 'make the loss an `nn.Module`, and this a buffer of it'
 _IN_LEARNER = 'keep it in a callback, as an attribute'
 _IN_OPTIMIZER = "keep it in the optimizer's `state` or `param_groups`"
@@ -65,7 +65,7 @@ _IN_SAMPLER = 'harmless if each pass makes it again; else keep it as a number, o
 # methods by which the class of a module saves more than parameters and buffers
 _SAVERS = ('get_extra_state', '_save_to_state_dict', 'state_dict')
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
-_BY_RANK = 'it differs by rank, and every rank of a resumed run gets that of the first'
+_BY_RANK = 'it differs by rank, and every rank of a resumed run gets the value of the first'
 _ABSENT: tuple[Mark, str] = (None, '')
 # attributes that torch itself gives to a loader
 _LOADER_NAMES = frozenset(vars(DataLoader(cast('Dataset[Any]', [0]))))
@@ -142,7 +142,7 @@ def note_computed(before: Inventory, now: Inventory) -> Inventory:
 
 
 def _is_made_again(name: str, first: Mark, now: Mark, fix: str, before: Inventory) -> bool:
-    "Return True for a changed attribute that a resumed run makes by itself."
+    "Return True for a changed attribute that a resumed run recreates."
     if COMPUTED in (first, now) or before.get(name.rpartition('.')[0], _ABSENT)[0] == _LAZY:
         return True
     if isinstance(first, Entries) and isinstance(now, Entries):
@@ -153,7 +153,7 @@ def _is_made_again(name: str, first: Mark, now: Mark, fix: str, before: Inventor
 
 
 def _find_held(learn: Learner) -> Held:
-    "Return what checkpoints hold, and what is listed by itself."
+    "Return what checkpoints hold, and what is listed separately."
     loss = learn.loss_func
     roots = [m for m in (learn.model, loss) if isinstance(m, nn.Module)]
     weights = [t for m in roots for t in (*m.parameters(), *m.buffers())]

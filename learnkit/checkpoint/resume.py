@@ -184,8 +184,8 @@ def fit_position(learn: Learner, r: ResumeState) -> None:
     is_split = n == 1 or isinstance(learn.dls.train, Shard)
     if r.point == 'batch' and n_saved != n and not (was_split and is_split):
         raise CheckpointError(
-            f'The checkpoint was taken within an epoch of {n_saved} processes, now {n}, and the loaders give each '
-            f'process its own data: start {n_saved}, or resume from the end of an epoch.'
+            f'The checkpoint was taken within an epoch of {n_saved} processes, now {n}, and each process '
+            f'loads its own data: start {n_saved}, or resume from the end of an epoch.'
         )
     step = samples_per_step(learn)
     position = count_in_batches(learn.dls.train, saved, step is not None and step == r.loop['step'])
@@ -243,8 +243,8 @@ def _warn_of_stop(learn: Learner, r: ResumeState) -> None:
     n = r.loop['n_epoch']
     if learn.run.stopping and learn.run.depth and n and learn.n_epoch and learn.n_epoch > n:
         warn_user(
-            f'The fit of the checkpoint was stopped in epoch {r.loop["epoch"]}, and this one ends there, too. To train '
-            'on, give the callback that has stopped it more patience or a later limit; or restore the state with '
+            f'The fit of the checkpoint was stopped in epoch {r.loop["epoch"]}, and this one ends there, too. To '
+            'continue, set more patience or a later limit in the callback that stopped it; or restore the state with '
             '`learn.load_checkpoint_state(state)`, and fit without `resume`.'
         )
 

@@ -140,17 +140,17 @@ def resolve_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
     "Return the absolute path of a file in `folder`; raise `OptionError` for an invalid name."
     if not isinstance(file, (str, Path)):
         raise OptionError(
-            f'This {type(file).__name__} cannot be a file: give the name of one. A state dict in memory '
+            f'This {type(file).__name__} cannot be a file: pass the name of one. A state dict in memory '
             'is loaded by `learn.model.load_state_dict(...)`.'
         )
     name = str(file)
     as_local_path(name)  # raises for a URL
     if not name.strip() or '\0' in name or name.endswith('/') or Path(name).name in ('', '..'):
-        raise OptionError(f'{file!r} cannot be a file: give a name, or a path that ends in one.')
+        raise OptionError(f'{file!r} cannot be a file: pass a name, or a path that ends in one.')
     # absolute, so that `load` accepts the path that `save` returns
     path = Path(os.path.abspath(folder / (name if name.endswith(suffix) else f'{name}{suffix}')))
     if path.is_dir():
-        raise OptionError(f'{path} is a folder: give the name of a file.')
+        raise OptionError(f'{path} is a folder: pass the name of a file.')
     return path
 
 

@@ -54,7 +54,7 @@ def split_batch(
     is_row = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
     is_mapping = isinstance(batch, Mapping)
     if (is_row or is_mapping) and len(batch) == 0:
-        raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
+        raise BatchError(f'The loader returned an empty batch ({describe(batch)}){_FORM}')
     if is_mapping:
         return (batch,), tuple(batch[k] for k in TARGET_NAMES if batch.get(k) is not None)
     items = tuple(batch) if is_row else (batch,)
@@ -97,7 +97,7 @@ class BatchForm:
         return self._split_whole(batch, predicting)
 
     def _split_parts(self, batch: Any, predicting: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        "Split the batch of each loader; a loader that has ended, and gives None, has no inputs and no targets."
+        "Split the batch of each loader; a loader that has ended, and yields None, has no inputs and no targets."
         inputs = []
         targets = []
         for part in children_of(batch) or ():
@@ -635,7 +635,7 @@ def take_rows(
     children = children_of(o)
     if isinstance(o, PackedSequence) or (children is None and callable(getattr(o, 'to', None))):
         raise BatchError(
-            f'{type(o).__name__} cannot be split into microbatches or between ranks: give tensors or lists, or '
+            f'{type(o).__name__} cannot be split into microbatches or between ranks: pass tensors or lists, or '
             'padded sequences.'
         )
     if children is None:

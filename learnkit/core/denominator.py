@@ -216,7 +216,7 @@ def check_weight_func(weight_func: Any) -> Any:
     if weight_func is None or callable(weight_func) or weight_func in WEIGHT_FUNCS:
         return weight_func
     raise OptionError(
-        f'weight_func={weight_func!r}: give {" or ".join(map(repr, WEIGHT_FUNCS))}, or a function f(xb, '
+        f'weight_func={weight_func!r}: pass {" or ".join(map(repr, WEIGHT_FUNCS))}, or a function f(xb, '
         f'yb) that returns what a batch weighs.{did_you_mean(str(weight_func), WEIGHT_FUNCS)}'
     )
 

@@ -86,7 +86,7 @@ def check_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise LoaderError(
             f"device='{device}': torch {torch.__version__} has no such device. Leave `device` out to "
-            "take what there is, or give 'cpu'."
+            "take what there is, or pass 'cpu'."
         ) from e
     if checked.type not in COUNTED:
         return checked
@@ -96,6 +96,6 @@ def check_device(device: torch.device | str) -> torch.device:
     if (checked.index or 0) >= n:
         raise LoaderError(
             f"device='{checked}': torch {torch.__version__} finds {n} such devices. Leave `device` out "
-            "to take what there is, or give 'cpu'."
+            "to take what there is, or pass 'cpu'."
         )
     return checked

@@ -326,7 +326,7 @@ class OptimizerError(LearnkitError, ValueError):
     >>> from learnkit.testing import synth_learner
     >>> synth_learner(lr=-0.1).create_opt()
     Traceback (most recent call last):
-    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
+    learnkit.core.errors.OptimizerError: lr=-0.1: pass a number, 0 or more.
     """
 
 
@@ -336,7 +336,7 @@ class ModelError(LearnkitError, ValueError):
     >>> from learnkit.testing import synth_learner
     >>> synth_learner(model='a net')
     Traceback (most recent call last):
-    learnkit.core.errors.ModelError: model=... is no torch.nn.Module: ...
+    learnkit.core.errors.ModelError: model=... is not a torch.nn.Module: ...
     """
 
 
@@ -346,7 +346,7 @@ class FitError(LearnkitError, ValueError):
     >>> from learnkit.testing import synth_learner
     >>> synth_learner().fit(-1)
     Traceback (most recent call last):
-    learnkit.core.errors.FitError: n_epoch=-1: give a whole number, 0 or more.
+    learnkit.core.errors.FitError: n_epoch=-1: pass a whole number, 0 or more.
     """
 
 
@@ -366,7 +366,7 @@ class OptionError(LearnkitError, ValueError):
     >>> from learnkit import GradientClip
     >>> GradientClip(max_norm=-1)
     Traceback (most recent call last):
-    learnkit.core.errors.OptionError: GradientClip(max_norm=-1): give a norm above 0.
+    learnkit.core.errors.OptionError: GradientClip(max_norm=-1): pass a norm above 0.
     """
 
 

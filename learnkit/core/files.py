@@ -102,7 +102,7 @@ def as_local_path(path: str | os.PathLike[str]) -> Path:
     ('runs', 's3')
     """
     if _URL.match(os.fspath(path)):
-        raise OptionError(f'{os.fspath(path)!r} is a URL: give a path of this machine.')
+        raise OptionError(f'{os.fspath(path)!r} is a URL: pass a path of this machine.')
     return Path(path)
 
 
@@ -159,7 +159,7 @@ def _make_temporary_path(path: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    "Give a file that nobody changes a second name, or copy it where the file system has no links."
+    "Hard-link a file that is no longer changed, or copy it where the file system has no links."
     try:
         os.link(source, target)
     except OSError:
@@ -264,7 +264,7 @@ class FolderLock:
         owner = owner.replace(_get_process_name(), 'this process')
         return FolderInUseError(
             f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
-            'would mix their checkpoints: give this one its own folder, or end the other.'
+            'would mix their checkpoints: give this run its own folder, or end the other.'
         )
 
 

@@ -95,7 +95,7 @@ class deferred_interrupts:
 
 
 def _exchange_handler(old: Handler, new: Handler) -> None:
-    "Replace a handler of Ctrl-C; another one that somebody has installed stays."
+    "Replace a handler of Ctrl-C; a handler that other code has installed stays."
     found = signal.signal(signal.SIGINT, new)
     if found != old:
         signal.signal(signal.SIGINT, found)

@@ -43,7 +43,7 @@ def map_plain(
     value: Any,
     leaf: Callable[
         [Any, str], Any
-    ],  # f(entry, place): the result for an entry that is no container
+    ],  # f(entry, place): the result for an entry that is not a container
     where: str = '',  # place of the value, to which the places of its entries are appended
 ) -> Any:
     """Apply `leaf` to the entries of nested dicts, lists and tuples, and return them in plain containers.

@@ -23,7 +23,7 @@ from learnkit.core.batch import map_tensors
 from learnkit.core.device import find_accelerator, find_used_accelerator
 from learnkit.core.plain import map_plain
 
-# attributes that torch itself gives to every module
+# attributes that torch itself sets in every module
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
 # attributes of an optimizer that its `state_dict` covers
 OPTIMIZER_INTERNALS = frozenset(('state', 'param_groups', 'defaults'))

@@ -119,14 +119,14 @@ def _container_hint(entry: Any, model: nn.Module) -> str:
     kind = type(entry).__name__
     if type(entry) in (tuple, list):
         return (
-            f': the {kind} of {len(entry)} entries is one input. For several inputs, let the loader give flat batches '
+            f': the {kind} of {len(entry)} entries is one input. For several inputs, let the loader yield flat batches '
             f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(entry)})` counts the inputs'
         )
     if children_of(entry) is not None and passed_names(model, (entry,)) is None:
         parameters = ', '.join(signature(model.forward).parameters)
         return (
             f': the {kind} is one input. Its entries are passed by keyword if they are named as the parameters of '
-            f'forward() are ({parameters}): rename the entries, or let the loader give tuples `(x, y)`'
+            f'forward() are ({parameters}): rename the entries, or let the loader yield tuples `(x, y)`'
         )
     return ''
 
@@ -157,14 +157,14 @@ def precision_hint(b: Any, model: nn.Module) -> str:
     """Return a hint for float64 inputs from NumPy with a float32 model, or an empty string.
 
     >>> precision_hint((torch.zeros(2, 3, dtype=torch.float64),), nn.Linear(3, 1))
-    ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor `x.float()`"
+    ". The model is in float32, NumPy's numbers are float64: pass it `x.astype('float32')`, or of a tensor `x.float()`"
     """
     input_dtypes = {t.dtype for t in tensors_in(b)}
     model_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if model_dtypes != {torch.float32} or torch.float64 not in input_dtypes:
         return ''
     return (
-        ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor "
+        ". The model is in float32, NumPy's numbers are float64: pass it `x.astype('float32')`, or of a tensor "
         '`x.float()`'
     )
 
@@ -304,11 +304,11 @@ def check_count(
 
     >>> check_count('n_epoch', -1, 0)
     Traceback (most recent call last):
-    learnkit.core.errors.OptionError: n_epoch=-1: give a whole number, 0 or more.
+    learnkit.core.errors.OptionError: n_epoch=-1: pass a whole number, 0 or more.
     """
     if is_count(value, least):
         return operator.index(value)
-    raise error(f'{name}={short_repr(value)}: give a whole number, {least} or more.')
+    raise error(f'{name}={short_repr(value)}: pass a whole number, {least} or more.')
 
 
 # -- predictions and targets of losses -------------------------------------------------------------

@@ -228,8 +228,8 @@ class Part:
         batch = self.draw()
         if batch is _END:
             raise EmptyLoaderError(
-                f'A loader in CombinedLoader ({type(self.dl).__name__}) gave no batch when it was started again. Give '
-                'a loader that starts again each time.'
+                f'A loader in CombinedLoader ({type(self.dl).__name__}) returned no batch when it was started '
+                'again. Pass a loader that starts again each time.'
             )
         return batch
 
@@ -422,10 +422,10 @@ def _name_loaders(loaders: Any) -> dict[Any, Any]:
         named = dict(enumerate(loaders))
     else:
         raise LoaderError(
-            f'CombinedLoader got a {type(loaders).__name__}: give a dict or a list of loaders.'
+            f'CombinedLoader got a {type(loaders).__name__}: pass a dict or a list of loaders.'
         )
     if not named:
-        raise EmptyLoaderError('CombinedLoader got no loaders: give one or more.')
+        raise EmptyLoaderError('CombinedLoader got no loaders: pass one or more.')
     for name, dl in named.items():
         check_loader(str(name), dl)
     return named
@@ -444,7 +444,7 @@ def _list_weights(weights: Any, names: list[Any], loaders: list[Any]) -> list[fl
     expected = names if isinstance(weights, Mapping) else list(range(len(names)))
     if set(given) != set(expected):
         raise LoaderError(
-            f'CombinedLoader(weights={weights!r}): give one weight for each of the loaders {names}.'
+            f'CombinedLoader(weights={weights!r}): pass one weight for each of the loaders {names}.'
         )
     values = [given[name] for name in expected]
     if not all(isfinite(w) and w >= 0 for w in values) or not any(values):

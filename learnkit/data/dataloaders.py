@@ -277,7 +277,7 @@ class DataLoaders:
             for batch in self.train:
                 return batch
         raise EmptyLoaderError(
-            f'The training loader ({type(self.train).__name__}) gave no batch. Is it used up, or '
+            f'The training loader ({type(self.train).__name__}) returned no batch. Is it used up, or '
             'its data set empty?'
         )
 
@@ -576,19 +576,19 @@ def check_loader(name: str, dl: Any) -> None:
         raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
     if are_rows_apart(dl):
         raise LoaderError(
-            f'{what} of tensors, not of batches: use DataLoaders.from_tensors((x, y), (xv, yv)), or give '
+            f'{what} of tensors, not of batches: use DataLoaders.from_tensors((x, y), (xv, yv)), or pass '
             'one batch as `[(x, y)]`.'
         )
     if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
         raise LoaderError(
-            f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.'
+            f'{what}, which returns samples: use DataLoaders.from_datasets, or a DataLoader.'
         )
     if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (
         hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
     ):
         raise LoaderError(
             explain_kind(dl, 'data')
-            or f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.'
+            or f'{what}, which returns no batches: a loader is a DataLoader or any other iterable.'
         )
     check_not_empty(name, dl)
 
@@ -674,10 +674,10 @@ def convert_to_tensors(
     lengths = [len(t) for t in tensors]
     if len(set(lengths)) > 1:
         raise LoaderError(
-            f'TensorLoader: tensors of different lengths, {lengths}: give one row a sample in each.'
+            f'TensorLoader: tensors of different lengths, {lengths}: pass tensors with one row per sample.'
         )
     if not lengths[0]:
-        raise EmptyLoaderError('TensorLoader: the tensors are empty: give one row a sample.')
+        raise EmptyLoaderError('TensorLoader: the tensors are empty: pass one row per sample.')
     if len({t.device for t in tensors}) > 1:
-        raise LoaderError('TensorLoader: several devices, give device=.')
+        raise LoaderError('TensorLoader: the tensors are on several devices: pass device=.')
     return tensors

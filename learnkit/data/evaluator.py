@@ -56,11 +56,11 @@ def named_loaders(valid: Any) -> list[tuple[str, Any]]:
         return [('valid', valid)]
     if not valid:
         raise LoaderError(
-            'The dict of validation loaders is empty: give None to train without validation.'
+            'The dict of validation loaders is empty: pass None to train without validation.'
         )
     for name in valid:
         if not isinstance(name, str) or not name.strip() or name == 'train':
             raise LoaderError(
-                f'{name!r} cannot name a validation loader: give a string other than "train".'
+                f'{name!r} cannot name a validation loader: use a string other than "train".'
             )
     return list(valid.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digest of the last batch that a loader gave, which shows whether a repeated epoch gives the same batches.
+"""Digest of a loader's last batch, which shows whether a repeated epoch returns the same batches.
 
 A tensor that was changed in place since it was drawn has another version, and is not compared."""
 
@@ -24,7 +24,7 @@ _ANY = -1
 
 
 def hold_batch(batch: Any) -> Any:
-    """Return a batch in containers that nobody else has, without a copy of its tensors.
+    """Return a batch in new containers, without copying its tensors.
 
     >>> batch = [torch.zeros(2), {'label': 1}]
     >>> held = hold_batch(batch)

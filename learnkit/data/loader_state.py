@@ -211,7 +211,7 @@ def _is_own(owner: Any) -> bool:
 
 
 def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    "Return the attributes that are numbers, as this process first saw them and as they are now, without `epoch`."
+    "Return the numeric attributes, as this process first saw them and as they are now, without `epoch`."
     attributes = vars(owner).copy()
     present = {k: v for k, v in attributes.items() if type(v) in NUMBERS and k != 'epoch'}
     key = id(owner)

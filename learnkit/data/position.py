@@ -273,7 +273,7 @@ class LoaderPosition:
         if self.start is None or not n_drawn:
             return []
         lost = [
-            f'A {kind} with in_order=False gives batches as its workers finish them: some come twice and some not at '
+            f'A {kind} with in_order=False returns batches as its workers finish them: some come twice and some not at '
             'all in an epoch that is resumed. Exact: in_order=True.'
             for kind in find_out_of_order(unshard(dl))
         ]
@@ -537,7 +537,7 @@ class LoaderPosition:
         if not differs(self._digest or {}, again, everywhere=may_vary):
             return
         warn_user(
-            f'The training loader ({_name(self.dl)}) gives other batches when it repeats the epoch: batch '
+            f'The training loader ({_name(self.dl)}) returns other batches when it repeats the epoch: batch '
             f'{self._n_skipped - 1} differs from the one before the checkpoint. The rest of the epoch may have other '
             f'samples than in an uninterrupted run. {_FIX_SHARED if is_shared else _FIX_ORDER}'
         )
@@ -838,9 +838,10 @@ def _skip(it: Iterator[Any], n: int) -> None:
 def _error_of_early_end(n_drawn: int, n: int, is_shared: bool = False) -> CheckpointError:
     "Return the error for an epoch that has fewer batches when it is repeated."
     reason = (
-        f'it gives other batches when it repeats the epoch. {_FIX_SHARED}'
+        f'it returns other batches when it repeats the epoch. {_FIX_SHARED}'
         if is_shared
-        else 'its data have changed, or it gives other batches when it repeats the epoch. Give the data that it had.'
+        else 'its data changed, or it returns other batches when it repeats the epoch. Use the data that '
+        'the checkpoint was written with.'
     )
     return CheckpointError(
         f'The training loader ended after {n_drawn} batches, and the checkpoint was taken after {n}: {reason}'

@@ -155,7 +155,7 @@ def first_difference(
     (7, 'before_batch', 'Callback(before_batch=double)', 'xb')
     """
     if not is_number(atol) or atol < 0:
-        raise OptionError(f'atol={atol!r}: give a number, 0 or more.')
+        raise OptionError(f'atol={atol!r}: pass a number, 0 or more.')
     learners = [_as_learner(o, make) for o in (a, b)]
     if learners[0] is learners[1]:
         raise OptionError('Both runs have the same Learner: make one for each.')
@@ -185,7 +185,7 @@ def _as_learner(o: Any, make: Callable[[Any], Learner] | None) -> Learner:
     if isinstance(o, (str, Path)):
         if make is None:
             raise OptionError(
-                f'{o} is a folder: give `make=`, a function of it that returns the Learner.'
+                f'{o} is a folder: pass `make=`, a function of it that returns the Learner.'
             )
         o, where = make(o), f'make({str(o)!r}) returned'
     else:

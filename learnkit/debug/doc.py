@@ -53,7 +53,7 @@ def doc(
         found = type(found)
         if found.__module__ == 'builtins':
             raise OptionError(
-                f'There is no help for a {found.__name__}: give a class, a function, a callback, or a name.'
+                f'There is no help for a {found.__name__}: pass a class, a function, a callback, or a name.'
             )
     if isinstance(found, type) and issubclass(found, Callback):
         return _describe_callback(found, found)

@@ -172,8 +172,8 @@ def seek(
 class Moment:
     """The Learner as it was before a batch of an earlier run; `learn.rewind` returns it.
 
-    `batch`, `xb`, `yb` are the batch as the loader gave it, before callbacks change it; `indices` are the positions of
-    its samples in the data set, or None if they are unknown. `jump` is the change of the recorded loss. Each look
+    `batch`, `xb`, `yb` are the batch as the loader returned it, before callbacks change it; `indices` are the positions
+    of its samples in the data set, or None if they are unknown. `jump` is the change of the recorded loss. Each look
     (`step`, `play`, `samples`, `layers`) starts from this moment again, and must find the same batch and its recorded
     loss. Otherwise it raises `CheckpointError`, or warns if the moment was made with `rewind(exact=False)`. Changes are
     passed as arguments: `step(cbs=...)`.
@@ -250,7 +250,7 @@ class Moment:
         Without callbacks, these are the recorded losses, as far as the run recorded them."""
         batches = Time(n, 'ba') if isinstance(n, int) else Time(n)
         if batches.unit != 'ba':
-            raise OptionError(f'play({n!r}): give a number of batches, such as "20ba".')
+            raise OptionError(f'play({n!r}): pass a number of batches, such as "20ba".')
         losses = self._play(int(batches.value), [*cbs]) if batches else {}
         return [losses[ba] for ba in sorted(losses) if ba >= self.ba]
 
@@ -321,7 +321,7 @@ class Moment:
         fixed = [cb for cb in list_checkpoint_writers(learn) if cb.has_own_folder]
         if fixed:
             raise CheckpointError(
-                f'{fixed[0]} has a folder of its own, where a branch would mix with the run: leave out `folder=`, and '
+                f'{fixed[0]} has its own folder, where a branch would mix with the run: leave out `folder=`, and '
                 'set `Learner(path=)`.'
             )
         names = [f'branch-{self.ba}ba', *(f'branch-{self.ba}ba-{i}' for i in range(2, 1000))]
@@ -356,7 +356,7 @@ class Moment:
     def layers(self) -> Rows:
         """Return the norms of output and gradient of each layer in this step and, as `*_before`, in the step before.
 
-        The gradient is that of the layer's parameters, and None without any.
+        The gradient is the norm over the layer's parameters, or None without parameters.
         The step before is repeated from its nearest checkpoint; its norms are None for the first batch of a run."""
         now = LayerNorms(self.ba)
         self._look(StopBefore(Time(self.ba + 1, 'ba'), self._state), self._state, [now])

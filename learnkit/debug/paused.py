@@ -43,12 +43,12 @@ class Paused:
 
     @property
     def batch(self) -> Any:
-        "The next batch as its loader gives it; None at the end of an epoch, or if the pass has to start again."
+        "The next batch as its loader returns it; None at the end of an epoch, or if the pass has to start again."
         return self._pause.peek()
 
     @property
     def last_batch(self) -> Any:
-        "The batch that was trained last, as its loader gave it; None if it is unknown."
+        "The batch that was trained last, as its loader returned it; None if it is unknown."
         return self._pause.last_batch
 
     def samples(
@@ -118,7 +118,7 @@ class Paused:
         state = make_state(learn, pause)
         assert state is not None  # there is a batch
         own = pause.open_pass
-        # twice, because the look ends before the batch behind it
+        # twice, because the replay ends before the next batch
         batches = iter([batch, batch])
         state.open_pass = OpenPass(own.dl, batches, own.position, own.stream)
         arguments = pause.call.arguments()

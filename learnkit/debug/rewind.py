@@ -135,7 +135,7 @@ def find_spike(losses: Mapping[int, float]) -> Time:
     Time('13ba')
     """
     if len(losses) < 2:
-        raise CheckpointError('The run has recorded no losses, so there is no spike: give a time.')
+        raise CheckpointError('The run has recorded no losses, so there is no spike: pass a time.')
     odd = next((ba for ba, loss in losses.items() if not math.isfinite(loss)), None)
     if odd is not None:
         return Time(odd, 'ba')

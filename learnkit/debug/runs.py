@@ -30,7 +30,7 @@ FOLDER = 'checkpoints'  # name of the folder that `Checkpoint` makes below `lear
 def find_runs(
     folder: str | Path,  # folder with checkpoints, or with such folders at any depth
 ) -> list[RecordedRun]:
-    "Return all runs in a folder and below it; those of one folder, newest first. Raises `CheckpointError` without any."
+    "Return all runs in a folder and below it, newest first in each folder. Raises `CheckpointError` without runs."
     folders = _list_folders(folder)
     return [run for place in folders for run in list_runs(place)]
 
@@ -43,14 +43,14 @@ def find_run(
     near = [place for place in (Path(folder), Path(folder, FOLDER)) if place in folders]
     if not near and len(folders) > 1:
         names = ', '.join(map(str, folders[:5]))
-        raise CheckpointError(f'{folder} has runs in {len(folders)} folders: give one of {names}.')
+        raise CheckpointError(f'{folder} has runs in {len(folders)} folders: pass one of {names}.')
     return list_runs([*near, *folders][0])[0]
 
 
 def _list_folders(folder: str | Path) -> list[Path]:
     "Return the folders with checkpoints, or raise `CheckpointError`."
     if not Path(folder).is_dir():
-        raise CheckpointError(f'{folder} is not a folder: give the folder of a run.')
+        raise CheckpointError(f'{folder} is not a folder: pass the folder of a run.')
     folders = sorted({path.parent for path in Path(folder).rglob('*.ckpt')})
     if not folders:
         raise CheckpointError(
@@ -202,7 +202,7 @@ def load_function(
     """
     place, _, function = name.rpartition(':')
     if not place:
-        raise OptionError(f'{name!r}: give `module:function`, or `file.py:function`.')
+        raise OptionError(f'{name!r}: pass `module:function`, or `file.py:function`.')
     module = _load_file(place) if place.endswith('.py') else _import_module(place)
     found = getattr(module, function, None)
     if not callable(found):
@@ -216,7 +216,7 @@ def _load_file(path: str) -> ModuleType:
     "Import a file, which may import the modules next to it."
     file = Path(path).resolve()
     if not file.is_file():
-        raise OptionError(f'There is no file {path}: give `file.py:function`.')
+        raise OptionError(f'There is no file {path}: pass `file.py:function`.')
     spec = spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None  # it is a file of Python
     module = sys.modules[file.stem] = module_from_spec(spec)
@@ -232,5 +232,5 @@ def _import_module(name: str) -> ModuleType:
         if e.name is None or not f'{name}.'.startswith(f'{e.name}.'):
             raise  # the module itself needs another one
         raise OptionError(
-            f'There is no module {name}: give `module:function`, or `file.py:function`.'
+            f'There is no module {name}: pass `module:function`, or `file.py:function`.'
         ) from e

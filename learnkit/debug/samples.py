@@ -48,7 +48,7 @@ class Samples(Rows):
     """Samples of a batch as dicts, worst first.
 
     They are displayed as a table of the first eight, in a notebook with their pictures. Each picture
-    has a scale of its own, and its largest value in the title."""
+    has its own scale, and its largest value in the title."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Loss(nn.Module):
         with nullcontext() if narrowed is None else narrowed(index):
             loss: Tensor | None = learn.seams.loss(learn, output)
         if loss is None:
-            raise LossError('samples(): the batch has no loss, so its samples have none.')
+            raise LossError('samples(): the batch has no loss, so its samples have no losses.')
         return loss.mean()
 
 
@@ -249,7 +249,7 @@ class LayerNorms(Callback):
         self._read_gradients()
 
     def _read_gradients(self) -> None:
-        "Note the gradients: in `before_step` those of the step, unscaled and clipped."
+        "Record the gradients: in `before_step` the gradients of the step, unscaled and clipped."
         for name, row in self.norms.items() if self._hooks else ():
             params = self.learn.model.get_submodule(name).parameters()
             grads = [p.grad for p in params if p.grad is not None]

@@ -179,7 +179,7 @@ def find_place(f: Any) -> tuple[str, int]:
 
 
 class WatchedTable(HandlerTable):
-    "Handler table with entries that are made from those of another table."
+    "Handler table whose entries wrap the entries of another table."
 
     def __init__(self, learn: Learner, table: HandlerTable) -> None:
         super().__init__(table.callbacks, table.training)
@@ -193,7 +193,7 @@ class WatchedTable(HandlerTable):
         return entries
 
     def wrap(self, name: str, entries: list[Entry]) -> list[Entry]:
-        "Return the entries of an event that call those of the other table."
+        "Return the entries of an event, which call the entries of the other table."
         raise NotImplementedError
 
 

@@ -87,14 +87,14 @@ class DistributedTraining(Callback):
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
         if strategy not in STRATEGIES:
-            raise OptionError(f"strategy={strategy!r}: give 'ddp' or 'fsdp'.")
+            raise OptionError(f"strategy={strategy!r}: pass 'ddp' or 'fsdp'.")
         if batch_size not in BATCH_SIZES:
-            raise OptionError(f"batch_size={batch_size!r}: give 'process' or 'global'.")
+            raise OptionError(f"batch_size={batch_size!r}: pass 'process' or 'global'.")
         if agree_every is not None:
             check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec':
-            raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
+            raise OptionError(f'timeout={timeout!r}: pass seconds, or a time like "10m".')
         self.strategy = strategy
         self.backend = backend
         self.sharded_already = sharded_already

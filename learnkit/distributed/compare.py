@@ -28,7 +28,7 @@ def check_bare(model: nn.Module) -> None:
     for m in model.modules():
         if isinstance(m, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise ModelError(
-                f'The model is a {type(m).__name__}, or has one in it: give the bare model (`model.module`) to the '
+                f'The model is a {type(m).__name__}, or has one in it: pass the bare model (`model.module`) to the '
                 'Learner, and the options to `learn.distributed()`.'
             )
 

@@ -86,7 +86,7 @@ class Sharded(Parallelism):
         self.tensor = check_count('tensor', tensor)
         self.parallelize = parallelize
         if tensor > 1 and (parallelize is None or replicas > 1):
-            raise OptionError(f'tensor={tensor}: give parallelize=, and leave out replicas=.')
+            raise OptionError(f'tensor={tensor}: pass parallelize=, and leave out replicas=.')
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._shapes: list[torch.Size] = []  # of its parameters, which are empty between them
         self._are_empty: list[bool] = []  # whether the model of each rank was on the meta device
@@ -118,7 +118,7 @@ class Sharded(Parallelism):
         if learn.run.has_lost_weights and self.weights is None:
             warn_user(
                 'An error has ended the last context, and the weights went with it: the model gets new ones. Resume '
-                'from a checkpoint, `learn.fit(n, resume=True)`, or give `weights=`.'
+                'from a checkpoint, `learn.fit(n, resume=True)`, or pass `weights=`.'
             )
         state = self._collect_rest(learn)
         sharded = copy_on_meta(original)
@@ -219,7 +219,7 @@ def make_policies(policy: Any) -> tuple[Any, Any]:
     if isinstance(policy, MixedPrecisionPolicy):
         return policy, policy
     if policy != 'bf16':
-        raise OptionError(f"policy={policy!r}: give 'bf16', or torch's MixedPrecisionPolicy.")
+        raise OptionError(f"policy={policy!r}: pass 'bf16', or torch's MixedPrecisionPolicy.")
     half = partial(MixedPrecisionPolicy, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return half(), half(output_dtype=torch.float32)
 
@@ -237,7 +237,7 @@ def check_can_be_sharded(learn: Learner) -> None:
         )
     if not callable(learn.opt_func):
         raise DistributedError(
-            "Strategy 'fsdp' makes the optimizer for the sharded weights: give `opt_func` a function or a class, "
+            "Strategy 'fsdp' makes the optimizer for the sharded weights: pass `opt_func` a function or a class, "
             'not an optimizer.'
         )
 
@@ -323,7 +323,7 @@ def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     units = [m for m in units if not shares_weights(m, model)]
     if not units:
         raise OptionError(
-            f'wrap={wrap!r}: {type(model).__name__} has no such module inside with weights of its own.'
+            f'wrap={wrap!r}: {type(model).__name__} has no such submodule with its own weights.'
         )
     return units[::-1]
 

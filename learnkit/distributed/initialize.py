@@ -60,11 +60,11 @@ def fill(
     world: Comm,
     weights: str | Path | None,  # safetensors file, or folder of them; None: see below
 ) -> None:
-    """Give a sharded model its values, and empty the parameters of `model`, one at a time.
+    """Initialize a sharded model, and empty the parameters of `model`, one at a time.
 
-    The values are read from files if `weights` names them. Else they are each rank's own, or the first rank's if other
-    ranks have none. If the first rank has none, each layer is initialized by its `reset_parameters` or `init_weights`,
-    with the first rank's generator.
+    The values are read from files if `weights` names them. Otherwise each rank keeps its own values, or receives the
+    first rank's if it has no values. If the first rank has no values, each layer is initialized by its
+    `reset_parameters` or `init_weights`, with the first rank's generator.
 
     Raises `ModelError` for a layer that cannot be initialized, and `WeightsError` for tensors that no file has."""
     targets = dict(list_tensors(sharded))
@@ -129,7 +129,7 @@ def _initialize_layer(prefix: str, layer: nn.Module) -> Iterator[tuple[str, Tens
     if initialize is None:
         raise ModelError(
             f'{prefix or "The model"} ({type(layer).__name__}) is on the meta device and has neither '
-            '`reset_parameters` nor `init_weights`: define one, or give `weights=`, a safetensors file.'
+            '`reset_parameters` nor `init_weights`: define one, or pass `weights=`, a safetensors file.'
         )
     layer.to_empty(device='cpu', recurse=False)
     initialize()

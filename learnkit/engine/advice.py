@@ -70,7 +70,7 @@ class Advice:
 
 
 def check_counted(learn: Learner) -> None:
-    "Raise `TimeError` if the fit needs samples or tokens, and the first batch has none."
+    "Raise `TimeError` if the fit counts samples or tokens that the first batch lacks."
     counters = learn.parts.counters
     needed, counters.needed = counters.needed, []
     for time in needed:

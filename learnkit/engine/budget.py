@@ -44,7 +44,7 @@ def check_not_running(learn: Learner) -> None:
     "Raise `FitError` if the Learner is running already."
     if learn.run.kind:
         raise FitError(
-            f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
+            f'fit() was called inside the {learn.run.kind} of the same Learner. Continue training in the running one, '
             'end it with `learn.stop()`, or use another Learner.'
         )
 
@@ -70,7 +70,7 @@ def parse_iteration(every: Any) -> int:
     "Return the number of epochs of an iteration; raise `FitError` for another unit."
     every = as_time(every, 'ep')
     if every.unit != 'ep':
-        raise FitError(f'iteration={str(every)!r}: give a number of epochs, such as 2 or `2ep`.')
+        raise FitError(f'iteration={str(every)!r}: pass a number of epochs, such as 2 or `2ep`.')
     return int(every.value)
 
 
@@ -119,7 +119,7 @@ class Budget(Stopper):
         self._shares = [*self._shares[-2:], self.share()]
         if len(self._shares) == 3 and len(set(self._shares)) == 1:
             raise FitError(
-                f'fit({str(self.total)!r}) would never end: two epochs in a row have used nothing of it.'
+                f'fit({str(self.total)!r}) would never end: two epochs in a row used none of it.'
             )
 
     def share(self) -> float:

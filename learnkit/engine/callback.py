@@ -247,7 +247,7 @@ class Callback:
         **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
         if run_in not in (None, 'any', 'fit', 'evaluation'):
-            raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")
+            raise CallbackError(f"run_in={run_in!r}: pass 'any', 'fit' or 'evaluation'.")
         options = {'order': order, 'run_in': run_in, 'run_train': run_train, 'run_valid': run_valid}
         for name, value in options.items():
             if value is not None:
@@ -477,7 +477,7 @@ def _check_parameters(cls: type, name: str, handler: FunctionType) -> None:
     required = [p.name for p in others if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     if required:
         raise CallbackError(
-            f'{cls.__name__}.{name} takes {", ".join(required)}, but events give no arguments: write '
+            f'{cls.__name__}.{name} takes {", ".join(required)}, but events pass no arguments: write '
             f'`def {name}(self):`, and `self.learn` in it.'
         )
 

@@ -111,8 +111,8 @@ def warn_of_changed_callbacks(
     changes = [f'{way} {", ".join(names)}' for way, names in ways.items() if names]
     if changes:
         warn_user(
-            f'The callbacks are not those of the checkpoint: {"; ".join(changes)}. A callback that was added starts '
-            'without a state, and the state of one that was removed is ignored.'
+            f'The callbacks differ from those in the checkpoint: {"; ".join(changes)}. A callback that was added '
+            'starts without a state, and the state of one that was removed is ignored.'
         )
 
 
@@ -137,17 +137,18 @@ def load_callback_states(
     keys = {learn.parts.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
     stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
     for key, state in states.items():
-        # attributes of a callback that is gone are no loss
+        # attributes of a removed callback are not needed
         if key not in keys and not (isinstance(state, Mapping) and set(state) == {ATTRIBUTES}):
             warn(
-                f'There is a state for a callback `{key}`, and no such callback.{did_you_mean(key, keys)} '
-                'It is left out; add the callback first to load it.',
+                f'No callback `{key}` for the saved state, which is ignored.{did_you_mean(key, keys)} '
+                'To load it, add the callback first.',
                 stacklevel=3,
             )
     for key in sorted(stateful - set(states)):
         name = type(keys[key]).__name__
         warn(
-            f'There is no state for the callback `{key}` ({name}): it stays as it is.', stacklevel=3
+            f'No saved state for the callback `{key}` ({name}), which keeps its current state.',
+            stacklevel=3,
         )
     load_states(learn, states)
 
@@ -304,7 +305,7 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
 
 
 def _list_attributes(cb: Any) -> dict[str, Any]:
-    "Return the attributes that a callback has by itself, not by a class of this package with a state."
+    "Return a callback's attributes, except for those of stateful classes of this package."
     own = own_attributes(cb)
     by_base = own.get(SET_BY_BASE, ()) if _inherits_state(cb) else ()
     return {k: v for k, v in own.items() if k not in _NOT_STATE and k not in by_base}
@@ -497,7 +498,5 @@ def _encode_tensor(t: Tensor) -> Any:
     "Encode a tensor; one of a subclass, such as fastai's `TensorCategory`, as a plain one."
     t = as_plain(t)
     if t.requires_grad or not is_dense(t) or type(t) is not Tensor:
-        raise OptionError(
-            'This tensor is a part of the model or of a graph, or has a class of its own.'
-        )
+        raise OptionError('This tensor is part of the model or of a graph, or has its own class.')
     return t if t.is_cpu else {_KIND: _ON_DEVICE, 'of': t}

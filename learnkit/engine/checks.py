@@ -26,7 +26,7 @@ def check_model(model: object) -> None:
     if not is_module:
         name = f'{model.__name__}(...)' if isinstance(model, type) else 'MyModel()'
         raise ModelError(
-            f'model={short_repr(model)} is no torch.nn.Module: give an instance, after the data, as in '
+            f'model={short_repr(model)} is not a torch.nn.Module: pass an instance as the second argument, as in '
             f'`Learner(dls, {name})`.'
         )
 
@@ -39,7 +39,7 @@ def check_loss(loss_func: object) -> None:
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if loss_func is not None and not callable(loss_func):
         raise LossError(
-            f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets), such as '
+            f'loss_func={short_repr(loss_func)} cannot be called: pass a function f(pred, *targets), such as '
             '`torch.nn.functional.mse_loss`.'
         )
 
@@ -49,7 +49,7 @@ def check_function(name: str, f: object) -> None:
     if isinstance(f, type) and issubclass(f, torch.nn.Module):
         raise OptionError(f'{name}={f.__name__} is a class: write `{name}={f.__name__}(...)`.')
     if f is not None and not callable(f):
-        raise OptionError(f'{name}={f!r} cannot be called: give a function.')
+        raise OptionError(f'{name}={f!r} cannot be called: pass a function.')
 
 
 def warn_of_rate(lr: object) -> None:

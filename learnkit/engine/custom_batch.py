@@ -356,7 +356,7 @@ def repeat_call(learn: Learner, call: OptimizeCall) -> None:
 def make_repeat_error(caller: str) -> LossError:
     "Return the error for a loss that must be computed again but was passed as a tensor."
     return LossError(
-        f'{caller} computes the loss again, and optimize() was given a tensor: give it a function '
+        f'{caller} computes the loss again, and optimize() was given a tensor: pass it a function '
         'that computes it, `self.optimize(lambda: ...)`.'
     )
 

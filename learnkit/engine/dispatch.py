@@ -429,7 +429,7 @@ class CallbackHost:
         if isinstance(cb, type):
             return self.remove_cbs(self._select_cbs([cb]))
         if isinstance(cb, str):
-            raise CallbackError(f'{cb!r} is a string: give a callback or its class.')
+            raise CallbackError(f'{cb!r} is a string: pass a callback or its class.')
         if cb not in callbacks:
             return self
         try:
@@ -451,7 +451,7 @@ class CallbackHost:
             if not is_named and isinstance(cb, classes) and type(cb).__name__ in _DEFAULT_NAMES:
                 warn_user(
                     f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
-                    'give the class of the callback that is to go.'
+                    'pass the class of the callback to remove.'
                 )
         return found
 
@@ -688,7 +688,7 @@ def as_callback(cb: Any) -> Callback:
             return cb()
         except TypeError as e:
             raise CallbackError(
-                f'{cb.__name__} cannot be made without arguments ({e}): give an instance.'
+                f'{cb.__name__} cannot be made without arguments ({e}): pass an instance.'
             ) from e
     if isinstance(cb, Callback) or is_fastai_callback(cb):
         return cb
@@ -746,7 +746,7 @@ def _is_selected(cb: Any, selector: Any) -> bool:
 
 
 def _find_order(i: int, cbs: list[Any], predecessors: list[set[int]]) -> float:
-    "Return the `order` of a callback; one that nobody wrote is moved by its neighbors' order."
+    "Return the `order` of a callback; an implicit one is moved by its neighbors' order."
     order = cbs[i].order
     if not _has_written_order(cbs[i]):
         order = max([order, *(cbs[j].order for j in predecessors[i])])

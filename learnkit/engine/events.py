@@ -62,7 +62,7 @@ before_fit | FIT_START | counters are zero, the model is on its device; `fitting
       before_train | | model and learner are in training mode; `dl` is the training loader
         [for each batch] | |
         before_draw | BEFORE_DATALOADER | before every `next()`, also the one that finds the end
-        after_draw | AFTER_DATALOADER | `batch` is as the loader gave it
+        after_draw | AFTER_DATALOADER | `batch` is as the loader returned it
         before_batch | BATCH_START, BEFORE_TRAIN_BATCH | `xb`, `yb` are on the device; `pred` is not set
           [for each microbatch] | | `xb`, `yb`, `pred`, `loss` and `loss_grad` belong to the microbatch
           before_pred | BEFORE_FORWARD | the forward pass is next

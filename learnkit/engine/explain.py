@@ -81,8 +81,8 @@ def _explain_backward(learn: Learner, e: Exception) -> Exception:
 def _explain_no_loss(learn: Learner) -> Exception:
     if learn.loss_func is None:
         return LossError(
-            f'No loss function: {type(learn.model).__name__} gave {describe(learn.pred)}, '
-            'without a loss of its own. Pass `loss_func=`, for example '
+            f'No loss function: {type(learn.model).__name__} returned {describe(learn.pred)}, '
+            'without a loss. Pass `loss_func=`, for example '
             'torch.nn.functional.cross_entropy.'
         )
     return BatchError(

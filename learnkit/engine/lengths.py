@@ -98,7 +98,8 @@ class Lengths:
             if learn.training and expected is not None and n > expected:
                 schedules = f' Schedules stopped after batch {expected}; the next epoch expects {n} batches.'
             warn_user(
-                f'{what} gave {n} batches, and its length is {said}.{schedules} Correct its `__len__`, or remove it.'
+                f'{what} returned {n} batches, and its length is {said}.{schedules} Correct its `__len__`, or '
+                'remove it.'
             )
 
     def _compare_with_others(self, learn: Learner, n: int) -> None:

@@ -4,7 +4,7 @@
 Each level is run by `_with_events`, the outermost one in `Learner.fit`. The loop names no feature. A
 feature is a callback, or a function at one of the five seams (`learnkit.engine.seams`):
 
-- `source` gives the epochs and the batches; a resumed fit gives those that are left.
+- `source` yields the epochs and the batches; a resumed fit yields the remaining ones.
 - `model` calls the model; several processes call it in a wrapper.
 - `loss` computes the loss; a model may compute its own.
 - `batch` trains on a batch; microbatches train on it in parts.

@@ -218,7 +218,7 @@ def call_opt_func(learn: Learner) -> Any:
         raise OptimizerError(explain_kind(opt_func, 'an optimizer'))
     if not callable(opt_func):
         raise OptimizerError(
-            f'opt_func={short_repr(opt_func)} cannot be called: give a torch.optim class, '
+            f'opt_func={short_repr(opt_func)} cannot be called: pass a torch.optim class, '
             'such as `torch.optim.Adam`, or a function.'
         )
     groups = split_params(learn)
@@ -255,7 +255,7 @@ def split_params(learn: Learner) -> list[dict[str, Any]]:
     """
     if not callable(learn.splitter):
         raise OptimizerError(
-            f'splitter={learn.splitter!r} cannot be called: give a function.{SPLIT}'
+            f'splitter={learn.splitter!r} cannot be called: pass a function.{SPLIT}'
         )
     groups = as_groups(learn.splitter(learn.model))
     counts = Counter(iterate_params(groups))
@@ -264,7 +264,7 @@ def split_params(learn: Learner) -> list[dict[str, Any]]:
         names: dict[Any, str] = {q: name for name, q in learn.model.named_parameters()}
         name = names.get(p) or f'of shape {tuple(p.shape)}'
         raise OptimizerError(
-            f'The splitter gave parameter {name} twice. Weights that layers share are one '
+            f'The splitter returned parameter {name} twice. Weights that layers share are one '
             'parameter: list it in one group only.'
         )
     return groups

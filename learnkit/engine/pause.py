@@ -4,7 +4,7 @@
 A request changes nothing that the loop calls in a batch: it ends the numbers of the batches, which the source of the
 fit gives to the loop (`engine/positions.py`). `checkpoint/pause.py` keeps what the fit needs to continue.
 
-An error has no request. `Failure` is what its handler's event says of the place; the rest is the state of the source
+An error has no request. `Failure` names the handler that failed; the rest is the state of the source
 and of the optimizer."""
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class PauseRequest:
     # -- Ctrl-C ------------------------------------------------------------------------------------
 
     def receive_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        "Handle Ctrl-C: the first one in a training batch pauses the fit behind the batch."
+        "Handle Ctrl-C: the first one in a training batch pauses the fit after the batch."
         if os.getpid() != self._pid:
             # Ctrl-C in a terminal reaches the workers of loaders too, whose batches are still needed
             if not _is_loader_worker():
@@ -236,7 +236,7 @@ class _PauseAt(Callback):
             self.learn.run.request.make()  # all ranks count the same
 
     def state_dict(self) -> None:
-        "Return None: a pause is no part of the run."
+        "Return None: a pause is not part of the run."
 
 
 def _is_reached(learn: Learner, until: Time) -> bool:
@@ -256,7 +256,7 @@ def parse_pause(
         now = learn.finished(until.unit)
         raise TimeError(
             f'pause_at={str(until)!r}: the Learner has trained {now:g}{until.unit} already. The time counts over all '
-            'fits; give a later one.'
+            'fits; pass a later time.'
         )
     return [_PauseAt(until)]
 
@@ -278,7 +278,7 @@ class OpenPass:
         position: Any,  # `LoaderPosition` of the pass, or of the last one
         stream: Any,  # pass that all epochs share
         mark: Any = None,  # state of the loader, to find out if it was used
-        iterator: Any = None,  # iterator of the loader that gives the batches
+        iterator: Any = None,  # iterator of the loader that yields the batches
     ) -> None:
         self.dl = dl
         self.position = position

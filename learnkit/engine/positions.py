@@ -105,9 +105,9 @@ def check_drawn(learn: Learner, n: int) -> None:
     if not n:
         hint = ''
         if isinstance(learn.dl, Iterator):
-            hint = ' It is an iterator, used up after one pass: give a loader that starts again each time.'
+            hint = ' It is an iterator, used up after one pass: pass a loader that starts again each time.'
         raise EmptyLoaderError(
-            f'The {learn.dl_name} loader ({type(learn.dl).__name__}) gave no batch.{hint}'
+            f'The {learn.dl_name} loader ({type(learn.dl).__name__}) returned no batch.{hint}'
         )
     learn.parts.lengths.check(learn, n)
 
@@ -151,10 +151,10 @@ class TrainingPositions(Source):
         self.is_cut = False  # True if the fit was stopped within the last pass
         self.rest: Iterator[Any] | None = None  # batches of a pass that a budget has cut
         self.last: Any = (
-            None  # the last batch of the open pass as its loader gave it; None: not needed
+            None  # the last batch of the open pass as its loader returned it; None: not needed
         )
         self._current: Iterator[Any] | None = None  # batches of the open pass
-        self.iterator: Any = None  # the loader's iterator that gives them
+        self.iterator: Any = None  # the loader's iterator that yields them
         self.left: Iterator[Any] | None = None  # batches of a pass that an exception has left
         self.is_drawing = False  # True while the next batch of the open pass is awaited
         self.was_drawing = False  # the same when an exception has left the pass

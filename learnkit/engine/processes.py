@@ -124,7 +124,7 @@ def average_gradients(
     first: Mapping[str, Tensor],  # gradients of the first rank, by parameter
     others: Sequence[Mapping[str, Tensor]],  # gradients of the other ranks that differ from them
 ) -> dict[str, Tensor]:
-    """Return the mean over ranks of accumulated gradients. A rank that has none counts as zero.
+    """Return the mean over ranks of accumulated gradients. A rank without gradients counts as zero.
 
     >>> average_gradients({'0': torch.tensor(1.0)}, [{}, {'0': torch.tensor(4.0), '1': torch.tensor(3.0)}])
     {'0': tensor(2.), '1': tensor(1.)}

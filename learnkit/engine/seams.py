@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # what the function at each seam does
 SEAMS = {
-    'source': 'gives the epochs, and the batches of a loader',
+    'source': 'yields the epochs, and the batches of a loader',
     'model': 'calls the model on the batch',
     'loss': 'computes the loss of the output',
     'batch': 'trains on the batch',

@@ -203,7 +203,7 @@ class TrainEvalCallback(Callback):
 
 
 def missing_train_eval(learn: Learner) -> list[Callback]:
-    "Return a TrainEvalCallback for a run of a Learner that has none."
+    "Return a TrainEvalCallback for a run of a Learner without one."
     has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.parts.callbacks)
     return [] if has_one else [TrainEvalCallback()]
 

@@ -183,7 +183,7 @@ def find_free_axes(
             )
         if not isinstance(axes, Mapping) or not all(axis in range(tensor.ndim) for axis in axes):
             raise OptionError(
-                f'dynamic_shapes[{name!r}] is {axes!r}: give a dict from an axis below {tensor.ndim} to a name or a '
+                f'dynamic_shapes[{name!r}] is {axes!r}: pass a dict from an axis below {tensor.ndim} to a name or a '
                 f'torch.export.Dim, such as {{1: "length"}}.'
             )
         found[id(tensor)] = {

@@ -123,7 +123,7 @@ class Interpretation:
         "Return indices of samples from 0 on; raise `OptionError` if there are none."
         rows = torch.arange(len(self))[torch.as_tensor(idxs)].flatten().tolist()
         if not rows:
-            raise OptionError('No sample is selected: give at least one index.')
+            raise OptionError('No sample is selected: pass at least one index.')
         return rows
 
     def _read_inputs(self, rows: list[int]) -> tuple[Any, ...]:
@@ -213,8 +213,8 @@ class Interpretation:
 
 def _samples_error(dl: Any) -> LoaderError:
     return LoaderError(
-        f'{type(dl).__name__} gave other samples than when the predictions were made, so they cannot be '
-        'shown: pass `dl=` one that gives the same each time.'
+        f'{type(dl).__name__} returned other samples than when the predictions were made, so they cannot be '
+        'shown: pass a loader as `dl=` that returns the same samples each time.'
     )
 
 

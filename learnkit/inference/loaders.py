@@ -78,7 +78,7 @@ def resolve_loader(learn: Learner, dl: Any) -> Any:
         return get_loader(learn, dl)
     if is_rows(dl):
         raise LoaderError(
-            f'dl is {describe(dl)}, no batches: give `dl=[(x,)]`, with targets `dl=[(x, y)]`, or '
+            f'dl is {describe(dl)}, no batches: pass `dl=[(x,)]`, with targets `dl=[(x, y)]`, or '
             '`dl=TensorLoader(x, bs=64)`.'
         )
     # `train_ds` is read first: reading `valid` of a single loader of fastai would split its data set
@@ -101,7 +101,7 @@ def get_loader(learn: Learner, ds_idx: int | str) -> Any:
     except (IndexError, KeyError):
         loader = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
         raise LoaderError(
-            f'There is no {loader}: give one to `DataLoaders(train, valid)`, or pass `dl=`.'
+            f'There is no {loader}: pass one to `DataLoaders(train, valid)`, or pass `dl=`.'
         ) from None
 
 

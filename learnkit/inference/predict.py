@@ -206,7 +206,7 @@ def _predict_batches(
     entries: PredictionSink,
     run: Callable[[Any], None],  # f(batch), which predicts and passes the result to `entries`
 ) -> Iterator[tuple[Any, ...]]:
-    "Predict on each batch in a run of its own; code between two batches keeps its random numbers."
+    "Predict on each batch in a separate run; code between two batches keeps its random numbers."
     batches = state = None
     with preserved_generators(dl):
         for i in count():
@@ -226,7 +226,7 @@ def _predict_batches(
             if share is None or share[0]:  # other batches are fillers of this rank
                 yield from predicted
     if not i:
-        raise EmptyLoaderError(f'The loader ({type(dl).__name__}) gave no batch to predict on.')
+        raise EmptyLoaderError(f'The loader ({type(dl).__name__}) returned no batch to predict on.')
 
 
 def predict(
@@ -316,7 +316,7 @@ def tta(
     set_split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
     if set_split is None and augment is None:
         raise OptionError(
-            'tta: these data have no augmentation of their own. Give one: `tta(augment=f)`, where '
+            'tta: the data has no augmentation. Pass one: `tta(augment=f)`, where '
             'f(x) returns the inputs of a batch augmented.'
         )
     combine = torch.maximum if use_max else torch.add
@@ -332,7 +332,7 @@ def tta(
             preds, new_targs = _predict_augmented(learn, dl, open_train_split, augmenter)
             if not are_equal(new_targs, targs, others=True):
                 raise LoaderError(
-                    'tta: this loader gives other samples each time. Pass `dl=` one that does not shuffle.'
+                    'tta: this loader returns different samples each time. Pass `dl=` one that does not shuffle.'
                 )
             _check_shapes(plain, preds)
             augmented = preds if augmented is None else _combine_tensors(combine, augmented, preds)

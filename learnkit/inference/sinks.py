@@ -34,14 +34,14 @@ def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
         return
     if not isinstance(sink, (str, Path)):
         raise OptionError(
-            f'sink={describe(sink)}: give a folder, the path of a .npy file, or a function that is called with the '
+            f'sink={describe(sink)}: pass a folder, the path of a .npy file, or a function that is called with the '
             'entries of each batch.'
         )
     path = as_local_path(sink)  # raises for a URL
     others = [name for name in names if name not in ('preds', 'targs')]
     if _is_npy(path) and (others or world.size > 1):
         raise OptionError(
-            'A .npy file takes the predictions of one process, and nothing else: give a folder as the sink.'
+            'A .npy file takes the predictions of one process, and nothing else: pass a folder as the sink.'
         )
     for existing in (path, _part_path(path)):
         if existing.is_file() or (existing.is_dir() and any(existing.iterdir())):
@@ -120,7 +120,7 @@ def _add_preds(names: tuple[str, ...], add: Callable[[Any], None], *entries: Any
     preds = entries[names.index('preds')]
     if not isinstance(preds, Tensor):
         raise OptionError(
-            f'A .npy file cannot hold predictions like {describe(preds)}: give a folder as the sink.'
+            f'A .npy file cannot hold predictions like {describe(preds)}: pass a folder as the sink.'
         )
     preds = preds.detach().cpu()
     if preds.dtype == torch.bfloat16:  # numpy does not have bfloat16
@@ -152,7 +152,7 @@ def _to_plain(o: Any, where: str = '') -> Any:
     if isinstance(o, ATOMS):
         return as_atom(o)
     raise BatchError(
-        f'A {type(o).__name__} cannot be saved in a file that is safe to load: give tensors, numbers and '
+        f'A {type(o).__name__} cannot be saved in a file that is safe to load: pass tensors, numbers and '
         'strings in dicts, tuples and lists.'
     )
 

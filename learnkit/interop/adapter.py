@@ -124,8 +124,8 @@ def state_of(cb: Any) -> Any:
         return _encode_state(state)
     for name, kind in replaced_attributes(cb).items():
         warn_user(
-            f'{type(cb).__name__} has set `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-            '`load_state_dict`.'
+            f'{type(cb).__name__} has set `{name}` ({kind}), which is not saved in checkpoints: define '
+            '`state_dict` and `load_state_dict` in it.'
         )
     return {ATTRIBUTES_KEY: collect_attributes(cb) or {}}
 

@@ -399,7 +399,7 @@ class OptimizerView:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f'`self.model.optimizer.{name}`: from_keras gives callbacks only `learning_rate` and '
+            f'`self.model.optimizer.{name}`: from_keras offers callbacks only `learning_rate` and '
             '`iterations` of the optimizer.'
         )
 

@@ -406,7 +406,7 @@ class MetricPropertyProvider:
         if direction is not None:
             return direction
         raise MetricError(
-            f'Is more of {key!r} better, or less? Its name does not say: give the callback a '
+            f'Is more of {key!r} better, or less? Its name does not say: pass the callback a '
             '`metric_property_provider` with `higher_is_better(key)` and `is_neutral_key(key)`.'
         )
 

@@ -180,7 +180,7 @@ class LightningHost(Callback):
     # -- the batch -------------------------------------------------------------------------------
 
     def current_batch(self) -> Any:
-        "Return the batch as the loader gave it, with the inputs and targets that the Learner has now."
+        "Return the batch as the loader returned it, with the inputs and targets that the Learner has now."
         learn = self.learn
         parts = (*learn.xb, *learn.yb)
         is_same = len(parts) == len(self._parts)
@@ -191,7 +191,7 @@ class LightningHost(Callback):
         return self._batch
 
     def note_batch(self, batch: Any) -> None:
-        "Note the batch on the device, in the form that the loader gave it."
+        "Note the batch on the device, in the form in which the loader returned it."
         self._batch = batch
         self._parts = (*self.learn.xb, *self.learn.yb)
 

@@ -72,7 +72,7 @@ class LoggedValues:
             raise FitError(f'self.log({name!r}) {where}: Lightning logs nothing there.')
         reduce = getattr(reduce_fx, '__name__', reduce_fx)
         if reduce not in REDUCTIONS:
-            raise OptionError(f'self.log(reduce_fx={reduce_fx!r}): give {", ".join(REDUCTIONS)}.')
+            raise OptionError(f'self.log(reduce_fx={reduce_fx!r}): pass {", ".join(REDUCTIONS)}.')
         name += self.host.loader_suffix() if add_dataloader_idx else ''
         new = {
             'name': name,

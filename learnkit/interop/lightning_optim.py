@@ -281,7 +281,7 @@ class Optimization:
         kind = gradient_clip_algorithm or trainer.gradient_clip_algorithm or 'norm'
         kind = getattr(kind, 'value', kind)
         if kind not in ('norm', 'value'):
-            raise OptionError(f"gradient_clip_algorithm={kind!r}: give 'norm' or 'value'.")
+            raise OptionError(f"gradient_clip_algorithm={kind!r}: pass 'norm' or 'value'.")
         if limit:
             params = [p for group in optimizer.param_groups for p in group['params']]
             clip = nn.utils.clip_grad_norm_ if kind == 'norm' else nn.utils.clip_grad_value_

@@ -130,7 +130,7 @@ def read_limit(name: str, limit: Any) -> int | float:
         return found
     if limit % 1 == 0:
         return int(limit)
-    raise OptionError(f'Trainer({name}={limit!r}): give a share from 0.0 to 1.0, or a number.')
+    raise OptionError(f'Trainer({name}={limit!r}): pass a share from 0.0 to 1.0, or a number.')
 
 
 def limit_batches(name: str, n: float, limit: int | float) -> float:
@@ -152,7 +152,7 @@ def read_seconds(interval: Any) -> float | None:
         names = ('days', 'hours', 'minutes', 'seconds')
         parts = interval.split(':')
         if len(parts) != len(names) or not all(part.isdigit() for part in parts):
-            raise OptionError(f"Trainer(val_check_interval={interval!r}): give 'DD:HH:MM:SS'.")
+            raise OptionError(f"Trainer(val_check_interval={interval!r}): pass 'DD:HH:MM:SS'.")
         interval = dict(zip(names, map(int, parts), strict=True))
     if isinstance(interval, Mapping):
         interval = timedelta(**interval)

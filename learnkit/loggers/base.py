@@ -233,9 +233,7 @@ class Logger(Callback):
         if not learn.fitting or learn.phase == 'predict':
             return
         if not isinstance(name, str) or not name.isprintable() or name in ('', 'step'):
-            raise OptionError(
-                f'{name!r} cannot be logged: give a printable name other than `step`.'
-            )
+            raise OptionError(f'{name!r} cannot be logged: use a printable name other than `step`.')
         if not shown or not learn.training:
             self._logged_columns.add(name)
         values = self._find_row()

@@ -22,7 +22,7 @@ from learnkit.core.validation import warn_user
 from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import encode_png
 
-_ELSEWHERE = 'To log, give another `fname`, or move that file away.'
+_ELSEWHERE = 'To log, pass another `fname`, or move that file away.'
 
 
 def read_log(

@@ -80,7 +80,7 @@ class AvgMetric(Mean, Metric):
             if is_scalar(result):
                 return result
             raise MetricError(
-                f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
+                f'Metric `{self.name}` returned {describe(result)}, not one number: take its mean.'
             )
 
 
@@ -368,7 +368,7 @@ def _make_whole_set_metric(m: Any) -> Metric | None:
 def check_column(name: str) -> None:
     "Raise `MetricError` for the name of another column of the history."
     if name in RESERVED:
-        raise MetricError(f'`{name}` is a column of the history already: give it another name.')
+        raise MetricError(f'`{name}` is a column of the history already: rename it.')
 
 
 def _expand(m: Any, name: str | None) -> Iterable[Metric]:
@@ -401,7 +401,7 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
         known = import_module('learnkit.metrics').__all__
         hint = f' Write `from learnkit import {m}`.' if m in known else ''
         raise MetricError(
-            f'{short_repr(m)} is not a metric: give a function f(pred, *targets), a torchmetrics object or Metric.'
+            f'{short_repr(m)} is not a metric: pass a function f(pred, *targets), a torchmetrics object or Metric.'
             f'{hint}'
         )
 

@@ -446,7 +446,7 @@ def flatten_pair(
     if pred.numel() == targ.numel():
         return pred.reshape(-1), targ.reshape(-1)
     raise MetricError(
-        f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: give one '
+        f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: pass one '
         'target for each predicted value. One-hot targets become class numbers by `targ.argmax(-1)`.'
     )
 

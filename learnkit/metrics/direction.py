@@ -123,7 +123,7 @@ def as_comparison(
     if comp in ('greater', 'less'):
         return np.greater if comp == 'greater' else np.less
     raise OptionError(
-        f'comp={comp!r}: give `greater`, `less`, a function comp(new, old), or MetricProperties.'
+        f'comp={comp!r}: pass `greater`, `less`, a function comp(new, old), or MetricProperties.'
     )
 
 

@@ -35,7 +35,7 @@ class _AreaScore(SklearnScore):
 
     def __init__(self, average: str | None, multi_class: str = 'ovr', **options: Any) -> None:
         if average not in ('macro', 'micro', 'weighted', None):
-            raise MetricError(f"average={average!r}: give 'macro', 'micro', 'weighted', or None.")
+            raise MetricError(f"average={average!r}: pass 'macro', 'micro', 'weighted', or None.")
         if multi_class not in ('ovr', 'raise'):
             raise MetricError(
                 f"multi_class={multi_class!r}: a class is ranked against the rest, 'ovr'."

@@ -73,7 +73,7 @@ class _PixelScore(SumMetric):
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         """Return the correct predictions, predictions and targets of each class, shape (3, C).
 
-        Predictions for targets of -100 do not count. Other targets that are no class match nothing."""
+        Predictions for targets of -100 do not count. Other targets outside of the classes match nothing."""
         best, targ, n = argmax_preds(type(self).__name__, self.axis, self.instead, pred, targ)
         best = torch.where(targ == IGNORED, n, best)
         targ = torch.where((targ >= 0) & (targ < n), targ, n).long()

@@ -55,7 +55,7 @@ def flatten_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prep
         pred, targ = (t[:, None] for t in flatten_pair(name, pred, targ))
     if pred.shape != targ.shape:
         raise MetricError(
-            f'{name}: {tuple(pred.shape)} labels do not fit targets of shape {tuple(targ.shape)}: give 0 or 1 for each.'
+            f'{name}: {tuple(pred.shape)} labels do not fit targets of shape {tuple(targ.shape)}: pass 0 or 1 for each.'
         )
     n = pred.shape[1]
     pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (pred, targ))
@@ -68,7 +68,7 @@ def mark_unknown(
     targ: Tensor,  # class numbers
     n: int,  # number of classes
 ) -> Tensor:
-    """Replace targets that are no class by -1.
+    """Replace targets outside of the classes by -1.
 
     >>> mark_unknown(torch.tensor([0, 2, -100, 255]), 3)
     tensor([ 0,  2, -1, -1])

@@ -35,7 +35,7 @@ class ActivationMonitor(HookCallback):
     measurement.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
-    `every` that is no number of batches. Checkpointed: nothing.
+    `every` that is not a number of batches. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), cbs=ActivationMonitor())

@@ -55,7 +55,7 @@ class ImageVisualizer(Periodic):
     ) -> None:
         super().__init__(as_time(every, 'ba'))
         if mode not in MODES:
-            raise OptionError(f'mode={mode!r}: give one of {MODES}.')
+            raise OptionError(f'mode={mode!r}: pass one of {MODES}.')
         self.n = check_count('n', n)
         self.mode = mode
         self.images: dict[str, Tensor] = {}  # last images by name

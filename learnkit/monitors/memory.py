@@ -35,7 +35,7 @@ class MemoryMonitor(Monitor):
     """Log the memory of the process and, for a model on a GPU, of torch's allocator, in GB of 1e9 bytes.
 
     Peaks of the process are since its start, peaks of the allocator since the last call of
-    `torch.accelerator.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
+    `torch.accelerator.reset_peak_memory_stats()`. Each rank logs its model's device. The host
     does not wait for the device. The memory of the process is logged on Linux.
 
     >>> from learnkit.testing import synth_learner

@@ -50,7 +50,7 @@ class MLPerf(Callback):
     unused number from `index` on, also when it is resumed. Checkpointed: nothing.
 
     Raises `OptionError` for invalid options and for a folder that cannot be written, and
-    `MetricError` before training if no evaluation gives `monitor`.
+    `MetricError` before training if no evaluation logs `monitor`.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -226,14 +226,14 @@ class MLPerf(Callback):
         return {'epoch_num': self._epoch, 'samples_count': self.learn.time.sp}
 
     def _find_column(self) -> str:
-        "Return the column of `eval_accuracy`; raise `MetricError` if no evaluation gives it."
+        "Return the column of `eval_accuracy`; raise `MetricError` if no evaluation logs it."
         names = records(self).evaluated_columns()
         if self.monitor in names:
             return self.monitor
         if self.monitor is None and names:
             return names[min(1, len(names) - 1)]  # the first is the loss
         raise MetricError(
-            f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names) or "nothing"}. Give '
+            f'MLPerf(monitor={self.monitor!r}): no evaluation logs that, but {", ".join(names) or "nothing"}. Give '
             'the name of a metric, and a validation loader.'
         )
 

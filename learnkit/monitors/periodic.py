@@ -92,7 +92,7 @@ class PeriodicData(Periodic):
             loaders = evaluation_loaders(learn.dls)
             if loaders:
                 return loaders[0]
-            raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
+            raise LoaderError(f'{type(self).__name__}: there is no validation loader; pass `dl=`.')
         return (dl, resolve_loader(learn, dl)) if isinstance(dl, str) else (self.name, dl)
 
     def on_batch(self, batch: Any) -> Any:
@@ -140,6 +140,6 @@ class PeriodicData(Periodic):
             results.append(learn.to_detach(result))
         if not results:
             raise EmptyLoaderError(
-                f'{type(self).__name__}: the loader {name_of(dl)} gave no batch.'
+                f'{type(self).__name__}: the loader {name_of(dl)} returned no batch.'
             )
         return None if all(r is None for r in results) else concat(results)

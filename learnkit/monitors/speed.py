@@ -50,7 +50,7 @@ class SpeedMonitor(Monitor):
     read from the host's clock, without waiting for the device.
 
     Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch
-    (as the loader gave it) that returns a number, for forward and backward together. The ratio of
+    (as the loader returned it) that returns a number, for forward and backward together. The ratio of
     these flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022,
     appendix B), needs `peak_flops`, or a known GPU in fp16 or bf16; otherwise it is left out.
 
@@ -112,7 +112,7 @@ class SpeedMonitor(Monitor):
 
     def before_eval(self) -> None:
         "Count evaluation from now on, unless this evaluation is inside another one."
-        if self._evaluation is None:  # outside of fits the Learner's clock stands still
+        if self._evaluation is None:  # outside of fits the Learner's clock is stopped
             self._evaluation = self.learn.run.depth, self.learn.parts.counters.elapsed()
 
     def after_eval(self) -> None:

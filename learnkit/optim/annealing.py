@@ -146,7 +146,9 @@ def combine_scheds(
     """
     shares = [float(p) for p in pcts]
     if len(shares) != len(scheds):
-        raise ScheduleError(f'{len(shares)} shares for {len(scheds)} schedules: give one each.')
+        raise ScheduleError(
+            f'{len(shares)} shares for {len(scheds)} schedules: pass one share per schedule.'
+        )
     if min(shares, default=0) < 0 or abs(math.fsum(shares) - 1) > ROUNDING:
         raise ScheduleError(
             f'pcts={shares} sum to {math.fsum(shares):g}: shares of a whole are 0 or more, and sum to 1.'

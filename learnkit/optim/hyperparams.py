@@ -148,7 +148,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     ([0.1, 0.1], [0.1, 0.2])
     >>> list_values('lr', -0.1, 2)
     Traceback (most recent call last):
-    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
+    learnkit.core.errors.OptimizerError: lr=-0.1: pass a number, 0 or more.
     """
     if isinstance(value, slice):
         values = spread(value, n)
@@ -164,7 +164,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     for v in values:
         if not isinstance(v, (Real, torch.Tensor)) or not least <= float(v) < bound:
             raise OptimizerError(
-                f'{name}={v!r}: give a number, 0 or more{" and below 1" * (bound == 1)}.'
+                f'{name}={v!r}: pass a number, 0 or more{" and below 1" * (bound == 1)}.'
             )
     return values
 
@@ -240,7 +240,7 @@ def check_maker(opt: Any) -> None:
     cls = unwrap_partial(opt)
     if isinstance(cls, type) and not issubclass(cls, torch.optim.Optimizer):
         raise OptimizerError(
-            f'{cls.__name__} is not a torch.optim.Optimizer: give one of their classes, or a function of '
+            f'{cls.__name__} is not a torch.optim.Optimizer: pass one of their classes, or a function of '
             '(params, lr) that returns one.'
         )
 

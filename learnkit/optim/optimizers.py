@@ -327,7 +327,7 @@ def MuonAdamW(
     betas = adam_mom, sqr_mom
     opt = {
         'adamw': torch.optim.AdamW(parts['adamw'], betas=betas, eps=eps, fused=fused, **options),
-        # the steps are scaled to those of AdamW, for one `lr`
+        # the steps are scaled to the size of AdamW's, for one `lr`
         'muon': torch.optim.Muon(
             parts['muon'], momentum=mom, adjust_lr_fn='match_rms_adamw', **options
         ),

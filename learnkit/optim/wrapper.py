@@ -643,7 +643,7 @@ def make_optimizer(
     if not is_maker or params is None:
         raise OptimizerError(
             'OptimWrapper takes parameters and a class, for example OptimWrapper(params, opt=torch.optim.AdamW), or a '
-            'ready optimizer: give `opt=` alone. In a Learner: `opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)`.'
+            'ready optimizer: pass `opt=` alone. In a Learner: `opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)`.'
         )
     check_maker(opt)
     return opt(as_groups(params), **torch_names(opt, hypers))
@@ -661,7 +661,7 @@ def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
         if not isinstance(o, torch.optim.Optimizer):
             what = f'opt_func{f"[{name}]" if name else ""} is or returned'
             raise OptimizerError(
-                f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: give a torch.optim '
+                f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: pass a torch.optim '
                 'class, a function of (params, lr), or a list or dict of ready optimizers.'
             )
     return named

@@ -29,7 +29,7 @@ MAX_IDLE = 50  # runs in a row that end before they have a checkpoint
 
 
 class HarnessError(LearnkitError, RuntimeError):
-    "Training failed by itself, did not end, or cannot run in a forked process."
+    "Training failed without a kill, did not end, or cannot run in a forked process."
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
 
     def live(self, kill_after_s: float | None = None) -> bool:
-        "Train in a forked process, kill it after some seconds, and return True if it has ended by itself."
+        "Train in a forked process, kill it after some seconds, and return True if it ended before the kill."
         self.resumes += self.has_checkpoint()
         process = get_context('fork').Process(target=self._train, args=(random.getstate(),))
         with warnings.catch_warnings():

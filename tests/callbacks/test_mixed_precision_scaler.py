@@ -196,7 +196,7 @@ def test_a_cancelled_backward_pass_takes_no_step_and_leaves_the_scale(order: flo
 # -- bad input -------------------------------------------------------------------------------------
 
 BAD = [
-    ({'amp_mode': 'fp32'}, "amp_mode='fp32': give 'fp16' or 'bf16'"),
+    ({'amp_mode': 'fp32'}, "amp_mode='fp32': pass 'fp16' or 'bf16'"),
     ({'amp_mode': 'bf161'}, 'Did you mean `bf16`'),
 ]
 

@@ -60,7 +60,7 @@ BAD: list[tuple[Any, Any, Callable[..., Any] | None, type[Exception], str]] = [
         reduced,
         None,
         LossError,
-        "reduced with reduction='none' gave a tensor of shape \\(\\) for 8 samples",
+        "reduced with reduction='none' returned a tensor of shape \\(\\) for 8 samples",
     ),
     (MixUp, None, tokens, BatchError, 'no floating-point tensor'),
     (MixUp, None, unlike, BatchError, 'cannot blend the targets'),

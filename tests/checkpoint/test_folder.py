@@ -88,7 +88,7 @@ def test_which_is_meant(tmp_path: Path) -> None:
         ('best', 'There is no checkpoint in'),
         ('nothing.ckpt', 'There is no checkpoint nothing.ckpt'),
         ('lastest', 'Did you mean `latest`'),
-        (1, 'resume=1: give True'),
+        (1, 'resume=1: pass True'),
     ],
 )
 def test_what_is_not_there(which: Any, message: str, tmp_path: Path) -> None:

@@ -132,4 +132,4 @@ def test_the_digest_is_of_the_batch_before_the_checkpoint(tmp_path: Path) -> Non
     loaders = iter([Rows(), Rows(changed=4)])
     killed = train(lambda: next(loaders), tmp_path, (5,))
     (text,) = killed.warnings
-    assert '(Rows) gives other batches' in text and 'batch 4 differs' in text
+    assert '(Rows) returns other batches' in text and 'batch 4 differs' in text

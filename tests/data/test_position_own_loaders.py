@@ -143,7 +143,7 @@ def test_counts_are_kept_if_state_dict_raises(kind: Any, n: int, tmp_path: Path)
 @pytest.mark.parametrize('n', PLACES)
 def test_an_epoch_that_is_repeated_otherwise_is_named(n: int, tmp_path: Path) -> None:
     (text,) = train(own.Unseeded, tmp_path, (n,)).warnings
-    assert '(Unseeded) gives other batches when it repeats the epoch' in text
+    assert '(Unseeded) returns other batches when it repeats the epoch' in text
     assert f'batch {(n - 1) % N_BATCHES} differs' in text and 'state_dict' in text
 
 
@@ -151,7 +151,7 @@ def test_an_epoch_that_is_repeated_otherwise_is_named(n: int, tmp_path: Path) ->
 @pytest.mark.parametrize('n', PLACES[:2])
 def test_an_order_that_the_model_disturbs_is_named(dataset: Any, n: int, tmp_path: Path) -> None:
     texts = train(lambda: DataLoader(dataset(), own.BS), tmp_path, (n,)).warnings
-    assert f'(DataLoader of {dataset.__name__}) gives other batches' in texts[0]
+    assert f'(DataLoader of {dataset.__name__}) returns other batches' in texts[0]
     assert 'global random generator, from which the model' in texts[0]
 
 

@@ -238,7 +238,7 @@ def test_playing_on_and_a_branch(tmp_path: Path) -> None:
     fixed = make(tmp_path)
     fixed.remove_cbs(Checkpoint)
     fixed.add_cbs(Checkpoint('5ba', folder=tmp_path / 'checkpoints'))
-    with pytest.raises(CheckpointError, match='folder of its own'), fixed.no_bar():
+    with pytest.raises(CheckpointError, match='its own folder'), fixed.no_bar():
         fixed.fit(EPOCHS, resume=fixed.rewind('13ba'))
 
 

@@ -176,7 +176,7 @@ def test_wrong_arguments_are_one_line_and_an_exit_code(
         (['runs', tmp_path / 'nowhere'], 'CheckpointError: .*nowhere is not a folder'),
         (['runs', tmp_path / 'empty'], 'CheckpointError: There is no checkpoint'),
         (['plot', tmp_path], 'CheckpointError: .* has runs in 2 folders'),
-        (['compare', a, b, '--make', 'making'], "OptionError: 'making': give"),
+        (['compare', a, b, '--make', 'making'], "OptionError: 'making': pass"),
         (['compare', a, b, '--make', f'{file}:mak'], "no function 'mak'. Did you mean `make`"),
         (['compare', a, b, '--make', f'{file}:number'], "no function 'number'"),
         (['compare', a, b, '--make', 'no_such_module:make'], 'no module no_such_module'),

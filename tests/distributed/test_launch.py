@@ -195,7 +195,7 @@ def test_they_die_with_their_parent(
 def test_what_cannot_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('subprocess.Popen', None)
     learn = line()
-    with pytest.raises(OptionError, match='nproc=0: give a whole number'):
+    with pytest.raises(OptionError, match='nproc=0: pass a whole number'):
         learn.launch(print, 0)
     with pytest.raises(DistributedError, match='inside a run'), learn.no_bar():
         learn.fit(1, cbs=Callback(before_batch=lambda cb: learn.launch(print, 2)))

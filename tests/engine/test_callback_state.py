@@ -46,14 +46,14 @@ def test_two_of_one_class_keep_separate_states() -> None:
 def test_what_is_missing_is_reported_by_name() -> None:
     states = learner(EMA(), Counter()).callback_states()
     other = learner(EarlyStoppingCallback())
-    with pytest.warns(UserWarning, match='There is') as caught:
+    with pytest.warns(UserWarning, match='saved state') as caught:
         other.load_callback_states(states)
     texts = sorted(str(w.message) for w in caught)
     assert len(texts) == 3
-    assert texts[0].startswith('There is a state for a callback `counter`')
-    assert texts[1].startswith('There is a state for a callback `ema`')
+    assert texts[0].startswith('No callback `counter` for the saved state')
+    assert texts[1].startswith('No callback `ema` for the saved state')
     assert texts[2].startswith(
-        'There is no state for the callback `early_stopping` (EarlyStoppingCallback)'
+        'No saved state for the callback `early_stopping` (EarlyStoppingCallback)'
     )
 
 

@@ -81,8 +81,8 @@ def test_schedules_use_the_real_length_from_the_second_epoch_on() -> None:
     assert learn.recorder.lrs == pytest.approx([cosine(share) for share in notes.shares], abs=1e-9)
     messages = [str(w.message) for w in caught]
     assert len(messages) == 2
-    assert 'The train loader (Loader) gave 20 batches, and its length is 10' in messages[0]
-    assert 'The valid loader (Loader) gave 5 batches, and its length is 2' in messages[1]
+    assert 'The train loader (Loader) returned 20 batches, and its length is 10' in messages[0]
+    assert 'The valid loader (Loader) returned 5 batches, and its length is 2' in messages[1]
 
 
 def test_a_loader_that_ends_early_is_warned_of_once() -> None:
@@ -129,7 +129,7 @@ def test_a_fit_that_is_stopped_learns_no_length() -> None:
 
 def test_a_loader_that_is_not_the_learner_s_is_not_kept() -> None:
     learn = make_learner(Loader(3, 3))
-    with learn.no_bar(), pytest.warns(UserWarning, match='gave 5 batches, and its length is 2'):
+    with learn.no_bar(), pytest.warns(UserWarning, match='returned 5 batches, and its length is 2'):
         learn.validate(dl=(other := Loader(2, 5)))
     assert learn.parts.lengths.find(other) == 2
 
@@ -287,7 +287,7 @@ class Wrong:
 def test_the_length_of_a_learners_loader_is_that_of_its_last_pass() -> None:
     learn = make_learner(Loader(said=3, given=5))
     assert find_length(learn, learn.dls.train) == 3
-    with pytest.warns(UserWarning, match='gave 5 batches'):
+    with pytest.warns(UserWarning, match='returned 5 batches'):
         learn.fit(1)
     assert find_length(learn, learn.dls.train) == 5
     assert find_length(learn, iter([])) is None

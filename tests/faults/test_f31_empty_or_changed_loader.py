@@ -50,7 +50,7 @@ def test_an_empty_loader(kind: str) -> None:
         learn.dls = DataLoaders(EMPTY[kind](), make_dls().valid)
     except LoaderError:
         return  # it is told here already
-    untrained(learn, EmptyLoaderError, 'gave no batch|no batch|empty')
+    untrained(learn, EmptyLoaderError, 'no batch|empty')
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], str]] = {

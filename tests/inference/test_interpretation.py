@@ -249,7 +249,7 @@ class RandomSamples(IterableDataset[Any]):
 def test_a_loader_that_gives_other_samples_is_reported() -> None:
     dl = DataLoader(RandomSamples(), batch_size=3)
     interp = Interpretation.from_learner(Learner((dl, dl), Own(), nn.CrossEntropyLoss()))
-    with pytest.raises(LoaderError, match='gave other samples'):
+    with pytest.raises(LoaderError, match='returned other samples'):
         interp.plot_top_losses(2)
 
 

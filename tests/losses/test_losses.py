@@ -160,7 +160,7 @@ def test_binary_cross_entropy_with_weights_by_label() -> None:
     close(got, (w[:, None] * positive + negative).mean())
     close(BCEWithLogitsLossFlat(w, axis=1)(inp, targ), (w[:, None] * (positive + negative)).mean())
     close(BCELossFlat(w, axis=1)(p, targ), (w[:, None] * (positive + negative)).mean())
-    with pytest.raises(LossError, match=r'give targets of shape \[6, 3, 5\]'):
+    with pytest.raises(LossError, match=r'pass targets of shape \[6, 3, 5\]'):
         BCEWithLogitsLossFlat(pos_weight=w, axis=1)(inp, targ.reshape(18, 5))
 
 

@@ -154,7 +154,7 @@ def test_names() -> None:
 
 def test_a_result_that_is_not_a_number_is_refused() -> None:
     for result in (torch.zeros(5), None, {'a': 1.0}):
-        with pytest.raises(MetricError, match=r'`<lambda>` gave .*not one number') as e:
+        with pytest.raises(MetricError, match=r'`<lambda>` returned .*not one number') as e:
             feed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
         assert '7' in e.value.__notes__[0]
 

@@ -299,8 +299,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ('model', 'options', 'text'),
     [
-        (net, {'lr': -0.1}, r'lr=-0\.1: give a number, 0 or more'),
-        (net, {'lr': 'fast'}, "lr='fast': give a number"),
+        (net, {'lr': -0.1}, r'lr=-0\.1: pass a number, 0 or more'),
+        (net, {'lr': 'fast'}, "lr='fast': pass a number"),
         (net, {'lr': [1.0, 2.0, 3.0], 'splitter': halves}, 'lr: 3 values for 2 param groups'),
         (net, {'opt_func': nn.Linear}, r'Linear is not a torch\.optim\.Optimizer'),
         (net, {'opt_func': partial(RAdam, beta=0.5)}, 'no SAdam'),
@@ -333,7 +333,7 @@ def test_bad_input_is_refused_with_the_fix(model: Any, options: dict[str, Any], 
 def test_a_ready_optimizer_with_extra_parameters_is_refused() -> None:
     opt = torch.optim.SGD(ps := weights(), lr=0.1)
     for args, kwargs in (((ps,), {}), ((), {'lr': 0.2})):
-        with pytest.raises(OptimizerError, match='give `opt=` alone'):
+        with pytest.raises(OptimizerError, match='pass `opt=` alone'):
             OptimWrapper(*args, opt=opt, **kwargs)
 
 

@@ -51,7 +51,7 @@ def warnings_of_a_state_that_raises() -> tuple[int, int]:
 
 @case('loaders', 'a warning: an epoch is repeated with other samples', old='False')
 def repeated_otherwise() -> tuple[bool, bool]:
-    return has_warning(own.Unseeded, 5, 'gives other batches'), True
+    return has_warning(own.Unseeded, 5, 'returns other batches'), True
 
 
 @case('loaders', 'a warning: a buffer is shuffled by the generator of dropout', old='False')
