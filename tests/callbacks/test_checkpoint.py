@@ -303,7 +303,7 @@ def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+@pytest.mark.filterwarnings('ignore:These attributes changed since the fit began')
 def test_what_is_written_is_the_state_of_its_batch(writing: Any, tmp_path: Path) -> None:
     "Training continues during a slow write."
     writing(lambda n, real: (sleep(0.05), real()))
@@ -332,7 +332,7 @@ def with_momentum(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
-@pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+@pytest.mark.filterwarnings('ignore:These attributes changed since the fit began')
 @pytest.mark.parametrize('min_mapped', [1, 1 << 30], ids=['mapped', 'allocated'])
 def test_the_background_copies_into_the_memory_of_the_last_copy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, min_mapped: int

@@ -29,7 +29,7 @@ def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2
     "Train with checkpoints on global batches of 8 samples; return the weights, the averages and the history."
     # by another number of processes
     warnings.filterwarnings('ignore', message='The checkpoint is of')
-    warnings.filterwarnings('ignore', message='The callbacks are not those')
+    warnings.filterwarnings('ignore', message='The callbacks differ from those')
     options = {'folder': folder, 'every': every, 'keep_last': None, **options}
     learn = learner(n=40, cbs=[Checkpoint(**options), EMA(0.9), *cbs])
     torch.manual_seed(3)

@@ -33,9 +33,7 @@ def test_what_is_lost_is_named_by_a_failed_check_and_by_the_first_checkpoint(
     assert [line.split(':')[0] for line in found.lost] == ['Hidden.by_default', 'Hidden.rates']
     assert found.differences and 'Hidden.rates: its content cannot be read' in repr(found)
     learn.add_cb(Checkpoint('1ba', tmp_path))
-    with pytest.warns(
-        UserWarning, match=r'\n  Hidden.rates: .*define `state_dict`'
-    ) as caught:
+    with pytest.warns(UserWarning, match=r'\n  Hidden.rates: .*define `state_dict`') as caught:
         learn.fit(1)
     assert len(caught) == 1
     hidden.log.close()

@@ -59,7 +59,7 @@ def train(
 
     def job(rank: int) -> dict[str, Any]:
         torch.manual_seed(rank + 5 if resume else 1)
-        warnings.filterwarnings('ignore', message='The callbacks are not those')
+        warnings.filterwarnings('ignore', message='The callbacks differ from those')
         more = [Break(broken_off)] if broken_off else []
         learn = make(path, cbs=[make_cb() for make_cb in cbs], **options)
         learn.model.noise = torch.Generator().manual_seed(rank)

@@ -209,7 +209,7 @@ class Together2(nn.Module):
         return [self.module(a), self.module(b)]
 
 
-@pytest.mark.filterwarnings('ignore:The callbacks are not those')
+@pytest.mark.filterwarnings('ignore:The callbacks differ from those')
 @pytest.mark.parametrize('mode', ['max_size_cycle', 'weighted'])
 def test_two_processes_train_as_one_and_resume_twice(mode: str, tmp_path: Path) -> None:
     [one] = train(mode, tmp_path / 'one', 1)

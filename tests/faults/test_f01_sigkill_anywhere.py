@@ -21,7 +21,7 @@ def test_many_kills() -> None:
     assert report.exact, report.differences
 
 
-@pytest.mark.filterwarnings('ignore:A run that resumes')  # it names the loss function
+@pytest.mark.filterwarnings('ignore:These attributes changed')  # it names the loss function
 def test_a_difference_would_be_seen() -> None:
     "The harness detects state that is missing from checkpoints."
 

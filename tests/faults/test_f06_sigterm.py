@@ -111,7 +111,7 @@ def test_the_handler_of_before_is_called_after_the_save(tmp_path: Path) -> None:
         assert (child.wait(), child.stdout) == (143, 'told 15 1\n'), child.stderr
 
 
-@pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+@pytest.mark.filterwarnings('ignore:These attributes changed since the fit began')
 def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
     def own_handler(signum: int, frame: Any) -> None:
         "Never called."

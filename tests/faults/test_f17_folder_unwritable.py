@@ -9,7 +9,7 @@ from learnkit import Callback, CheckpointError
 from tests.faults.run_helpers import checkpointed, content, names
 
 # their callbacks keep lists for the test
-pytestmark = pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+pytestmark = pytest.mark.filterwarnings('ignore:These attributes changed since the fit began')
 
 FOLDERS = {
     'a file as parent': 'file/checkpoints',

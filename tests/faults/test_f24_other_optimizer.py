@@ -14,7 +14,7 @@ from tests.faults.fault_helpers import make_learner
 from tests.faults.run_helpers import checkpointed, content, names, quiet
 
 # their callbacks keep lists for the test
-pytestmark = pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+pytestmark = pytest.mark.filterwarnings('ignore:These attributes changed since the fit began')
 
 
 def by_layer(model: Any) -> Any:

@@ -81,7 +81,7 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
 
 def changes(*texts: str) -> list[str]:
     return [
-        f'The callbacks are not those of the checkpoint: {text}. A callback that was added starts without a state, '
+        f'The callbacks differ from those in the checkpoint: {text}. A callback that was added starts without a state, '
         'and the state of one that was removed is ignored.'
         for text in texts
     ]

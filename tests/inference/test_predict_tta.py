@@ -129,7 +129,7 @@ def test_a_missing_or_wrong_augmentation_is_reported() -> None:
 def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:
     dataset = TensorDataset(X, Y % 3)
     weighted = DataLoader(dataset, 4, sampler=WeightedRandomSampler(torch.ones(13), 13))
-    with pytest.raises(LoaderError, match='other samples'):
+    with pytest.raises(LoaderError, match='different samples'):
         make().tta(dl=weighted, augment=abs)
 
 

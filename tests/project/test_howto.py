@@ -32,7 +32,7 @@ def test_there_are_pages() -> None:
 @pytest.mark.filterwarnings('ignore:.is_gradient_checkpointing:FutureWarning')  # peft calls it
 @pytest.mark.filterwarnings('ignore:Secure RNG')  # of opacus
 @pytest.mark.filterwarnings('ignore:Full backward hook')  # of the hooks of opacus
-@pytest.mark.filterwarnings('ignore:The train loader .DataLoader. gave')  # of its wrong length
+@pytest.mark.filterwarnings('ignore:The train loader .DataLoader. returned')  # of its wrong length
 @pytest.mark.parametrize('path', PAGES, ids=lambda path: path.stem)
 def test_the_code_of_a_page_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

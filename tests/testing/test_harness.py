@@ -43,7 +43,7 @@ def test_training_that_is_killed_ends_as_if_it_was_not(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} >= {'straight-0', 'straight-1', 'killed-0'}
 
 
-@pytest.mark.filterwarnings('ignore:A run that resumes from this checkpoint has lost')
+@pytest.mark.filterwarnings('ignore:These attributes changed since the fit began')
 def test_what_no_checkpoint_has_is_found_out() -> None:
     report = kill_and_resume(forgetful, n_epoch=2, kills=8)
     assert not report and report.differences[0].startswith('model.')
