@@ -175,7 +175,7 @@ class _Estimator(BaseEstimator):
             model = self.module(int(np.prod(x.shape[1:])), n_outputs, **params)
         elif params:
             raise OptionError(
-                f'module_params={params!r}: `module` is a model already. Give its class.'
+                f'module_params={params!r}: `module` is a model already. Pass its class.'
             )
         else:
             model = copy.deepcopy(self.module)

@@ -32,7 +32,7 @@ class StepSum:
 
 
 class GradientAccumulation(Callback):
-    """Step once at least `n_acc` samples, or `batches` batches, were processed since the last step.
+    """Take a step once at least `n_acc` samples, or `batches` batches, have been processed since the last one.
 
     The step has the joint gradient of those samples. `GradientAccumulation(64)` counts samples,
     `GradientAccumulation(batches=4)` batches of any size (of each process).

@@ -72,7 +72,7 @@ class ActivationCheckpointing(Callback):
         found = [m for m in found if id(m) not in inner]
         if not found:
             raise ModelError(
-                f'{self}: {type(model).__name__} has no such modules. Give their class, `modules=Block`.'
+                f'{self}: {type(model).__name__} has no such modules. Pass their class, `modules=Block`.'
             )
         return found
 

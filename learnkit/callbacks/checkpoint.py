@@ -67,7 +67,7 @@ class Checkpoint(CheckpointWriter, Callback):
 
     A checkpoint is written at the interval `every` and at the end of the fit, into `folder`, with a name such as
     `00012-ep3-ba1200.ckpt`. It is a safetensors file with a SHA-256 of its whole content, without pickle, and is
-    written atomically: either the whole file exists or none. It holds model, optimizers, pending gradients, counters,
+    written atomically: the file is complete or absent. It holds model, optimizers, pending gradients, counters,
     history, all random generators, the position in the training data, and every callback's state
     (`learn.checkpoint_state()`).
 
@@ -85,7 +85,7 @@ class Checkpoint(CheckpointWriter, Callback):
     trained weights of such a file.
 
     Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
-    best. `monitor` is a column of the history. A checkpoint has a value only if its weights are the weights that were
+    best. `monitor` is a column of the history. A checkpoint is ranked only if its weights have been
     evaluated. With a `monitor`, a checkpoint is therefore also written after each evaluation that is one of the
     `keep_best` best so far. Of several with the same value the earliest is the best. Two runs cannot use one folder at
     a time.
@@ -537,7 +537,7 @@ class Checkpoint(CheckpointWriter, Callback):
         self._run_entries = [e for e in self._run_entries if e.path not in old]
 
     def _finish_uploads(self) -> None:
-        "Wait on all ranks for the last upload, in pieces that no timeout of the process group ends."
+        "Wait on all ranks for the last upload, in intervals shorter than the process group's timeout."
         world = self.learn.world
         while self.mirror is not None and world.any(world.run_on_all(self._is_uploading)):
             pass

@@ -140,7 +140,7 @@ class MixHandler(Callback):
         if n != n_blended:
             raise BatchError(
                 f'{type(self).__name__}: a callback that runs after it made {n} samples of '
-                f'{n_blended} in before_batch. Give it a lower order, or leave `microbatch` out.'
+                f'{n_blended} in before_batch. Set a lower `order`, or leave `microbatch` out.'
             )
 
     def cleanup(self) -> None:
@@ -487,8 +487,8 @@ def find_reduction(loss_func: Any, who: str) -> str:
     if any(p.kind is p.VAR_KEYWORD for p in params.values()):
         return 'mean'
     raise LossError(
-        f'{who} needs the loss of each sample, and {name_of(loss_func)} has no `reduction`. Give it that '
-        "keyword (with 'none' it returns one number a sample), or targets that can be blended: floats."
+        f'{who} needs the loss of each sample, and {name_of(loss_func)} has no `reduction`. Add that '
+        "keyword (with 'none' it returns one number per sample), or use targets that can be blended: floats."
     )
 
 

@@ -352,9 +352,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         row = self._find_row()  # None until the epoch ends
         logged = current.logged if row is None else {}
         if name not in self.logged_names and name in self.columns.list_names():
-            raise MetricError(
-                f'learn.log({name!r}): a metric has this name. Give the value another.'
-            )
+            raise MetricError(f'learn.log({name!r}): a metric has this name. Rename the value.')
         mean = logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()

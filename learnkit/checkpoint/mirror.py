@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of checkpoints in a store that outlives the machine, such as S3; fsspec opens its URL.
 
-The store has the same files as the folder, under the same names. A checkpoint of the store is whole if its `.ckpt` is
-there, which is uploaded last, and if the digests in it, of itself and of the files next to it, are right.
+The store has the same files as the folder, under the same names. A checkpoint of the store is complete if its
+`.ckpt`, uploaded last, exists, and if the digests in it, of itself and of the files next to it, are right.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class Uploader:
         missing = self._find_missing()
         if missing is not None:
             warn_user(
-                f'{self.mirror.url} lacks {missing.path.name}, as uploads fail. The file is in {self.folder}: resume '
+                f'{self.mirror.url} lacks {missing.path.name}: uploads fail. The file is in {self.folder}: resume '
                 'there, or copy it to the mirror.'
             )
         return True

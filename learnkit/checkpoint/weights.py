@@ -131,7 +131,7 @@ def write_safetensors(
     for name, t in sorted(state.items()):
         if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
-                f'{name}, no dense tensor with values, has no place in a file {SAFETENSORS}: use one with `.pth`.'
+                f'{name} is not a dense tensor with values, and safetensors cannot store it: use a file with `.pth`.'
             )
         t = t.detach().resolve_conj().resolve_neg()
         memory = _identify_memory(t)

@@ -211,7 +211,7 @@ def find_bs(
     sized = [o for o in [*_iter_entries(b), *_iter_entries(yb)] if _is_list(o) and o]
     if not sized:
         raise BatchError(
-            f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Give '
+            f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Pass '
             '`Learner(size_func=f)`, where f(xb, yb) returns the number of samples.'
         )
     return len(sized[0])
@@ -357,7 +357,7 @@ def slice_batch(
         if not is_split and (name == 'inputs' or has_rows):
             raise BatchError(
                 f'The batch has {n} samples, and the {name} {describe(whole)} have nothing with an entry '
-                f'for each: they cannot be split. Give a tensor of {n} rows or a list of {n} entries.'
+                f'for each: they cannot be split. Pass a tensor of {n} rows or a list of {n} entries.'
             )
     return batches
 

@@ -104,13 +104,13 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
     """Return a hint for a known error of a model's forward pass, or an empty string.
 
     >>> model_hint((torch.zeros(1, 4),), nn.BatchNorm1d(4), ValueError('Expected more than 1 value per channel ...'))
-    ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
+    ': batch norm cannot train on one sample. Set `drop_last=True` in the loader, or another batch size'
     >>> error = TypeError('Linear.forward() takes 2 positional arguments but 3 were given')
     >>> model_hint((torch.zeros(1, 4), torch.zeros(1)), nn.Linear(4, 1), error)
     ': 2 inputs, and forward() takes 1. ...write `DataLoaders(..., n_inp=1)`'
     """
     if 'more than 1 value per channel' in str(e):
-        return ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
+        return ': batch norm cannot train on one sample. Set `drop_last=True` in the loader, or another batch size'
     return _input_hint(b, model, e) or precision_hint(b, model)
 
 
@@ -174,7 +174,7 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
 
     >>> error = RuntimeError('expected target dtype to be Long or Byte, but got Float')
     >>> loss_hint(nn.CrossEntropyLoss(), torch.zeros(2, 3), (torch.zeros(2),), error)
-    ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
+    ": class numbers are int64. Pass `y.astype('int64')`, or of a tensor `y.long()`"
     """
     if hint := logits_hint(pred, e):
         return hint
@@ -207,20 +207,18 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
         return f'. {shape_fix(pred, targ).removesuffix(".")}'
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
         conversion = '' if targ.dtype == torch.int64 else '.long()'
-        return f'. Give the targets as `y[:, 0]{conversion}`'
+        return f'. Pass the targets as `y[:, 0]{conversion}`'
     return ''
 
 
 def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     "Return a hint for targets of the wrong dtype."
     if 'Long' in error and re.search('but (got|found)', error) and targ.dtype != torch.int64:
-        return ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
+        return ": class numbers are int64. Pass `y.astype('int64')`, or of a tensor `y.long()`"
     phrases = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
     is_int = pred.is_floating_point() and not targ.is_floating_point()
     if is_int and any(phrase in error for phrase in phrases):
-        return (
-            ": the targets are to be floats. Give `y.astype('float32')`, or of a tensor `y.float()`"
-        )
+        return ": targets must be floats. Pass `y.astype('float32')`, or of a tensor `y.float()`"
     return ''
 
 
@@ -386,13 +384,13 @@ def shape_fix(
     """Return advice that gives predictions and targets the same shape.
 
     >>> shape_fix(torch.zeros(8, 1), torch.zeros(8))
-    'Give the targets as `y[:, None]`, or the loss `model(x).squeeze(1)`.'
+    'Pass the targets as `y[:, None]`, or the loss `model(x).squeeze(1)`.'
     """
     if pred.shape == (*targ.shape, 1):
-        return f'Give the targets as `y[{":, " * targ.ndim}None]`, or the loss `model(x).squeeze({targ.ndim})`.'
+        return f'Pass the targets as `y[{":, " * targ.ndim}None]`, or the loss `model(x).squeeze({targ.ndim})`.'
     if targ.shape == (*pred.shape, 1):
-        return f'Give the targets as `y[{":, " * pred.ndim}0]`, or the loss `model(x)[{":, " * pred.ndim}None]`.'
-    return 'Give both one shape.'
+        return f'Pass the targets as `y[{":, " * pred.ndim}0]`, or the loss `model(x)[{":, " * pred.ndim}None]`.'
+    return 'Give both the same shape.'
 
 
 def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) -> bool:
@@ -443,6 +441,6 @@ def check_choice(
         return
     raise MetricError(
         f'{name}: predictions of shape {tuple(pred.shape)} have one output along axis {axis}: there are '
-        'no classes to choose from. Give the model two outputs, and train with cross_entropy, or use a metric of '
+        'no classes to choose from. Use a model with two outputs, and train with cross_entropy, or use a metric of '
         'labels, such as `accuracy_multi` or `F1ScoreMulti`, which predict 1 above `thresh`.'
     )

@@ -437,7 +437,7 @@ def _list_weights(weights: Any, names: list[Any], loaders: list[Any]) -> list[fl
         lengths = [n_batches(dl) for dl in loaders]
         if None in lengths:
             raise LoaderError(
-                "CombinedLoader(mode='weighted'): a loader has no length. Give the share of each loader, `weights=`."
+                "CombinedLoader(mode='weighted'): a loader has no length. Pass the share of each loader, `weights=`."
             )
         return [float(n) for n in lengths if n is not None]
     given = dict(weights) if isinstance(weights, Mapping) else dict(enumerate(weights))

@@ -631,7 +631,7 @@ def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -
     if targets is not None:
         raise LoaderError(
             f'DataLoaders(n_inp={n_inp!r}, targets={targets!r}): n_inp counts the entries of tuples, '
-            'targets names the entries of dicts. Give one of them.'
+            'targets names the entries of dicts. Pass one of them.'
         )
     if not isinstance(n_inp, Mapping):
         check_count('n_inp', n_inp, error=LoaderError)
@@ -661,7 +661,7 @@ def check_no_loaders(name: str, dl: Any) -> None:
 def make_generator(seed: int, generator: torch.Generator | None = None) -> torch.Generator:
     "Return a new generator with seed `seed`; raise `LoaderError` if a generator was given too."
     if generator is not None:
-        raise LoaderError('Give seed= or generator=, not both.')
+        raise LoaderError('Pass seed= or generator=, not both.')
     return torch.Generator().manual_seed(seed)
 
 

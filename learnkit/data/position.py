@@ -742,8 +742,8 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differences:
         raise CheckpointError(
             'The training loader is not as it was when the checkpoint was taken: '
-            f'{"; ".join(differences)}. Give the data and the batches that it had, as many samples in a step of all '
-            'processes, or begin a new fit with its weights.'
+            f'{"; ".join(differences)}. Use the data and the batch size that the checkpoint was written with, the same '
+            'number of samples per step over all processes, or begin a new fit with its weights.'
         )
 
 

@@ -114,6 +114,6 @@ def _check_numeric(name: object, array: np.ndarray[Any, Any], given: Any) -> Non
     ]
     where = f', of the columns {", ".join(odd)}' if odd else ''
     raise LoaderError(
-        f'TensorLoader: entry {name!r} is {describe(array)}, no numbers{where}: encode classes, '
+        f'TensorLoader: entry {name!r} is {describe(array)}, expected numbers{where}: encode classes, '
         "`pandas.factorize(y)[0]`, and make numbers of all else, `.astype('float32')`."
     )

@@ -91,7 +91,7 @@ def _find(name: str) -> Any:
         return found
     hint = did_you_mean(name, [*EVENTS, *known, *dir(known['Learner'])])
     raise OptionError(
-        f'There is nothing called {name!r}.{hint} Give the name of an event, or a name that '
+        f'There is nothing called {name!r}.{hint} Pass the name of an event, or a name that '
         '`from learnkit.all import *` imports.'
     )
 

@@ -179,7 +179,7 @@ def rewind(
     "Return the moment before a batch of an earlier run; see `Learner.rewind`."
     check_not_running(learn)
     if (to is None) != spike:
-        raise OptionError("Give a time, `learn.rewind('1234ba')`, or `spike=True`.")
+        raise OptionError("Pass a time, `learn.rewind('1234ba')`, or `spike=True`.")
     place = find_checkpoint_folder(learn) if folder is None else Path(folder)
     if to is None:
         run = list_runs(place)[0]
@@ -218,7 +218,7 @@ def _read_comparable(learn: Learner, run: RecordedRun) -> Record | None:
     ranks = run.info['ranks']
     if ranks != learn.world.size:
         warn_user(
-            f'The run was of {ranks} processes, this is {learn.world.size}: numbers are equal up to rounding, and '
+            f'The run used {ranks} processes, this one uses {learn.world.size}: numbers are equal up to rounding, and '
             'are not compared.'
         )
     return run.read_record() if ranks == learn.world.size == 1 else None
@@ -228,7 +228,7 @@ def make_fit(n_epoch: int | None) -> Fit:
     "Return a function that calls `fit` for as many epochs as the run had."
     if n_epoch is None:
         raise OptionError(
-            "The run had a budget. Give the function that trained: `fit=lambda learn, **kw: learn.fit('2h', **kw)`."
+            "The run had a budget. Pass the function that trained: `fit=lambda learn, **kw: learn.fit('2h', **kw)`."
         )
     return lambda learn, **kw: learn.fit(n_epoch, **kw)
 

@@ -232,7 +232,7 @@ def check_can_be_sharded(learn: Learner) -> None:
     wrappers = wrappers_of(learn.model)
     if wrappers:
         raise ModelError(
-            f"Strategy 'fsdp' shards the model itself, not {type(wrappers[0]).__name__} around it. Give the "
+            f"Strategy 'fsdp' shards the model itself, not {type(wrappers[0]).__name__} around it. Pass the "
             'Learner the bare model, and call `learn.compile()` once the strategy is at work.'
         )
     if not callable(learn.opt_func):
@@ -247,7 +247,7 @@ def check_can_train_sharded(learn: Learner) -> None:
     if learn.microbatch in (1, 'auto'):
         raise DistributedError(
             f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
-            "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
+            "batches into as many microbatches. Pass a number, 2 or more, or use strategy 'ddp'."
         )
     unsupported = [cb for cb in learn.cbs if trait_of(cb, 'needs_whole') == 'weights']
     if unsupported:

@@ -101,7 +101,7 @@ def check_lengths(
         return
     counts = ', '.join(f'{n} in process {i}' for i, n in enumerate(lengths))
     raise DistributedError(
-        f'The processes have different numbers of training batches: {counts}. Give loaders of one length.'
+        f'The processes have different numbers of training batches: {counts}. Pass loaders of one length.'
     )
 
 
@@ -164,7 +164,7 @@ def check_sampler(sampler: DistributedSampler[Any], spec: ShardSpec) -> None:
     if (sampler.num_replicas, sampler.rank) != (spec.size, spec.rank):
         raise OptionError(
             f'DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}): this process has part '
-            f'{spec.rank} of {spec.size} of the data. Give these numbers, or leave the sampler out.'
+            f'{spec.rank} of {spec.size} of the data. Pass these numbers, or leave the sampler out.'
         )
 
 

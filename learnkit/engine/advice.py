@@ -78,7 +78,7 @@ def check_counted(learn: Learner) -> None:
         if not (token_count(learn) if is_tokens else sample_count(learn)):
             what, option = ('tokens', 'token_func') if is_tokens else ('samples', 'size_func')
             raise TimeError(
-                f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Give '
+                f'{str(time)!r}: no {what} are counted in the batch {describe(learn.xb)}. Pass '
                 f'`Learner({option}=f)`, where f(xb, yb) returns their number.'
             )
 

@@ -61,7 +61,7 @@ def _parse_time(
         return int(total.value) * epochs_per_iteration, None
     if total.unit == 'dur':
         raise TimeError(
-            f'fit({str(total)!r}): the total length of the fit is not known. Give epochs, batches or hours.'
+            f'fit({str(total)!r}): the total length of the fit is not known. Pass epochs, batches or hours.'
         )
     return None, total
 

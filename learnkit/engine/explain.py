@@ -87,7 +87,7 @@ def _explain_no_loss(learn: Learner) -> Exception:
         )
     return BatchError(
         f'The training batch {describe(learn.batch)} has no targets, so there is no loss to '
-        'learn from. Give (input, target) batches, or set `self.learn.yb` in before_batch.'
+        'learn from. Pass (input, target) batches, or set `self.learn.yb` in before_batch.'
     )
 
 

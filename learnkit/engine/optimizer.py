@@ -451,7 +451,7 @@ def freeze(learn: Learner) -> None:
     learn.freeze_to(-1)
     if len(learn.opt.param_lists) == 1:
         warn_user(
-            'There is one param group, so `freeze()` freezes nothing. Give the Learner a '
+            'There is one param group, so `freeze()` freezes nothing. Pass the Learner a '
             '`splitter` that returns several: `lambda m: [params(m.body), params(m.head)]`.'
         )
 

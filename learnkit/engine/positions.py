@@ -305,7 +305,7 @@ class TrainingPositions(Source):
         return make_position(dl, last.n_before + self.n_drawn, self.first)
 
     def begin_fit(self, learn: Learner) -> None:
-        "Note the loader as a resumed fit would find it."
+        "Record the loader's description."
         self.first = describe_drawn(learn.dls.train)
         learn.parts.lengths.begin_fit()
 

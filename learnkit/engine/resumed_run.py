@@ -194,7 +194,7 @@ class ResumedRun(Source):
 
     @override
     def batches(self, learn: Learner) -> tuple[Iterable[int], Iterator[Any]]:
-        "Return the batches that remain of the epoch of the checkpoint, and all of any other epoch."
+        "Return the remaining batches of the resumed epoch, and every batch of later epochs."
         r = learn.run.resuming
         if not (learn.training and learn.fitting):
             return self.positions.batches(learn)
@@ -215,7 +215,7 @@ class ResumedRun(Source):
         "Set the loader of the rest of the epoch: that of the fit."
 
     def _open_pass(self, learn: Learner) -> Iterator[Any]:
-        "Return the batches that remain of the epoch of the checkpoint."
+        "Return the remaining batches of the resumed epoch."
         self.positions.resume(learn.dls, self.resume.state['position'])
         return self.positions.open(learn, continued=True)
 

@@ -71,7 +71,9 @@ class Snapshot:
     def __init__(
         self,
         roots: Iterable[Any],  # objects, or containers of them
-        excluded: Iterable[Any] = (),  # objects that are not copied, with all only they refer to
+        excluded: Iterable[
+            Any
+        ] = (),  # objects that are not copied, with everything reachable only through them
         on_host: bool = False,  # whether copies of tensors are on the CPU
         skip_equal: bool = False,  # compare values on the host, and write changed tensors only
     ) -> None:

@@ -232,7 +232,7 @@ def make_cases(
             cases.append(_make_case(model, x, act))
         except Exception as e:
             raise ModelError(
-                f'{type(model).__name__} fails on {describe(x)}: {e} Give the free axes bounds, such as '
+                f'{type(model).__name__} fails on {describe(x)}: {e} Set bounds for the free axes, such as '
                 f"`torch.export.Dim('length', max=512)`."
             ) from e
     return cases

@@ -335,7 +335,7 @@ def reorder_samples(
         return o
     raise BatchError(
         f'{describe(o)} is not one entry for each of {n} samples, and cannot be put into their order. '
-        'Give `reorder=False`, for the order of the loader.'
+        'Pass `reorder=False`, for the order of the loader.'
     )
 
 

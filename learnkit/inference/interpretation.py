@@ -345,7 +345,7 @@ def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tupl
     if not are_tensors or decoded.shape != targs.shape:
         raise OptionError(
             f'These are not classes of one target: predictions {describe(decoded)}, targets '
-            f'{describe(targs)}. Give `act=`, whose largest score, or value above 0.5, is the class; for '
+            f'{describe(targs)}. Pass `act=`, whose largest score, or value above 0.5, is the class; for '
             'anything else `Interpretation` has the losses.'
         )
     _check_whole('predictions', decoded)

@@ -262,7 +262,7 @@ def _collate_item(learn: Learner, item: Any) -> Any:
             return form_of(learn.dls, name).split(batch, predicting=True)[0]
         batch = default_collate([item])
     except Exception as e:
-        raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
+        raise BatchError(f'predict({describe(item)}): {e}. Pass what the data set returns.') from e
     if isinstance(item, (tuple, list)):
         return tuple(batch)
     return batch if isinstance(item, Mapping) else (batch,)

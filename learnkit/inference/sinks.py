@@ -174,7 +174,7 @@ class _NpyFile:
         if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):
             raise OptionError(
                 f'A .npy file holds rows of one shape and type: {list(self.shape)} {self.dtype} first, '
-                f'then {list(rows.shape[1:])} {rows.dtype}. Give a folder as the sink.'
+                f'then {list(rows.shape[1:])} {rows.dtype}. Pass a folder as the sink.'
             )
         self.file.write(rows.data)
         self.n += len(rows)

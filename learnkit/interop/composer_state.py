@@ -138,7 +138,7 @@ class ComposerState:
         now = self.max_duration
         if now is not None and now.unit == end.unit and end > now:
             raise AttributeError(
-                f'`state.max_duration` cannot be set to {end}: the fit ends at {now}. Give the length to '
+                f'`state.max_duration` cannot be set to {end}: the fit ends at {now}. Pass the length to '
                 '`learn.fit`.'
             )
         self._run.set_end((end.value, str(getattr(end.unit, 'value', end.unit))))

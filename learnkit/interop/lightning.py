@@ -47,7 +47,7 @@ def from_lightning(
     `configure_optimizers`, `optimizer_step`, `configure_gradient_clipping` and every `on_*` hook, in
     Lightning's order, with manual optimization too. Values of `self.log` are columns of the history and
     reach the loggers; `valid_loss` is what `validation_step` returns, or logs as
-    `val_loss`. `self.trainer` has what modules and callbacks read of Lightning's Trainer; anything
+    `val_loss`. `self.trainer` provides what modules and callbacks read of Lightning's Trainer; anything
     else is an `AttributeError` by name. `learn.validate(dl=loader)` calls `test_step` if the module has one.
 
     With `trainer=Trainer(...)` of this module the Learner has all options of Lightning's Trainer, and draws random

@@ -29,7 +29,7 @@ class View:
     "Part of a run by Lightning's names: an attribute that it does not have is an error by name."
 
     def __getattr__(self, name: str) -> Any:
-        why = 'The Trainer of learnkit has what modules and callbacks read, and not this.'
+        why = 'The Trainer of learnkit provides what modules and callbacks usually read, but not this.'
         if hasattr(type(self), name):
             why = 'It is known once the loaders and the Learner are made, after the hook `setup`.'
         raise MissingAttribute(name, self, why=why)

@@ -129,7 +129,7 @@ def gather_on_host(
         gathered = world.gather(map_tensors(value, lambda t: t.detach().cpu()), what)
     except (PicklingError, AttributeError, TypeError) as e:  # pickle raises each of these
         raise BatchError(
-            f'The {what} cannot be sent to the other processes: {e}. Give tensors, arrays, numbers and '
+            f'The {what} cannot be sent to the other processes: {e}. Pass tensors, arrays, numbers and '
             'strings in dicts, lists and tuples, or classes that an import finds by their name.'
         ) from e
     return gathered[:: world.copies]

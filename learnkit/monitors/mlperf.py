@@ -233,7 +233,7 @@ class MLPerf(Callback):
         if self.monitor is None and names:
             return names[min(1, len(names) - 1)]  # the first is the loss
         raise MetricError(
-            f'MLPerf(monitor={self.monitor!r}): no evaluation logs that, but {", ".join(names) or "nothing"}. Give '
+            f'MLPerf(monitor={self.monitor!r}): no evaluation logs that, but {", ".join(names) or "nothing"}. Pass '
             'the name of a metric, and a validation loader.'
         )
 

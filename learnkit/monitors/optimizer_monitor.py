@@ -123,7 +123,7 @@ class OptimizerMonitor(Monitor):
         super().__init__(every)
         if self.every.unit == 'ep':
             raise TimeError(
-                f"every={str(every)!r}: OptimizerMonitor measures single steps. Give batches: '500ba'."
+                f"every={str(every)!r}: OptimizerMonitor measures single steps. Pass batches: '500ba'."
             )
         self.per_parameter = per_parameter
 

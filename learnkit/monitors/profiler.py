@@ -126,7 +126,7 @@ class TorchProfiler(Callback):
         self._stop()
         if self.learn.train_iter and len(self.files) == self._n_files_before:
             warn_user(
-                f'TorchProfiler has recorded no batch: the fit ended before batch {self.wait + self.warmup}. Give a '
+                f'TorchProfiler has recorded no batch: the fit ended before batch {self.wait + self.warmup}. Pass a '
                 f'smaller `wait` (it is {self.wait}) or `warmup` ({self.warmup}), or train for longer.'
             )
 

@@ -376,7 +376,7 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(
-                f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
+                f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Pass {fix}.'
             )
         for own_groups in groups:
             if all(find_group_key(name, group) is None for group in own_groups):

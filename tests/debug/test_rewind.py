@@ -107,7 +107,7 @@ def test_a_run_that_cannot_be_repeated_is_refused_by_name(tmp_path: Path) -> Non
         assert other.rewind('19ba', exact=False).ba == 19
     with pytest.raises(CheckpointError, match='no run to rewind'):
         make(tmp_path / 'empty').rewind('3ba')
-    with pytest.raises(OptionError, match='Give a time'):
+    with pytest.raises(OptionError, match='Pass a time'):
         make(tmp_path).rewind()
 
 

@@ -230,7 +230,7 @@ def test_rates_under_a_scheduler_of_torch() -> None:
 
 
 def test_a_look_at_a_step_is_not_counted_in_epochs() -> None:
-    with pytest.raises(TimeError, match='Give batches'):
+    with pytest.raises(TimeError, match='Pass batches'):
         OptimizerMonitor('1ep')
 
 
