@@ -120,6 +120,9 @@ class CheckpointTwice(Checkpoint):
         if self.time.ba in (1, KILLED_AT):
             super().batch_checkpoint()
 
+    def epoch_checkpoint(self) -> None:
+        pass
+
 
 def train(make_parts: Make, folder: Path, resume: Any = False) -> tuple[list[Any], list[str]]:
     "Train or resume; return the weights and the history, and what the first checkpoint warned of."
