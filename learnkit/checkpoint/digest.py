@@ -175,6 +175,8 @@ def _copy_to_host(t: Tensor, key_path: KeyPath) -> Tensor:
 
 def _compare(a: Any, b: Any, key_path: KeyPath) -> Iterator[str]:
     "Yield a description of each difference between two values."
+    if type(a) is int and type(b) is int and a == b:  # Python's random state has 625 of them
+        return
     place = _format_keys(key_path)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         yield from _compare_dicts(a, b, key_path)

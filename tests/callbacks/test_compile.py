@@ -1,5 +1,6 @@
 """Compiled training: equal numbers, the uncompiled step where it is needed, and the reason in a message."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -107,12 +108,19 @@ def with_dropout() -> nn.Module:
 
 
 @needs_compiler
-def test_inductor_gives_the_same_weights_and_dropout() -> None:
+@pytest.mark.parametrize(
+    'n',
+    [
+        80,
+        pytest.param(84, marks=pytest.mark.full),  # the last batch is smaller: a second compilation
+    ],
+)
+def test_inductor_gives_the_same_weights_and_dropout(n: int) -> None:
     from torch._inductor import config as inductor
 
     def make() -> Any:
         cbs = Callback(before_batch=schedule)
-        return learner(with_dropout, opt_func=torch.optim.AdamW, n=84, cbs=cbs)
+        return learner(with_dropout, opt_func=torch.optim.AdamW, n=n, cbs=cbs)
 
     plain, learn = make(), make().compile(step=True)
     # half the time: no processes, no trials
@@ -120,7 +128,7 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
         for one in (plain, learn):
             torch.manual_seed(1)
             one.fit(9)
-    assert learn.opt.n_steps == 99 and distance(plain, learn) < 1e-6
+    assert learn.opt.n_steps == 9 * math.ceil(n / 8) and distance(plain, learn) < 1e-6
     assert learn.explain_step().startswith('The compiled step runs')
 
 

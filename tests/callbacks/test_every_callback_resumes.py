@@ -93,6 +93,7 @@ def check(
     places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,
     fit: Callable[[Learner, Any], None] = lambda learn, resume: learn.fit(2, resume=resume),
     keep_again: bool = False,
+    n_more_kills: int = 2,
     **kwargs: Any,
 ) -> None:
     "Check callbacks resumed from some of the places."
@@ -118,7 +119,7 @@ def check(
         if learn is not straight:
             compare(straight, learn, n)
 
-    check_every_place(make, run, places, keep_again)
+    check_every_place(make, run, places, keep_again, n_more_kills)
 
 
 def compare(straight: Learner, learn: Learner, n: int) -> None:
@@ -145,15 +146,25 @@ def make_all(cls: type[Callback]) -> list[Any]:
     return [make_to_resume(c) for c in (*needed, cls) if c not in DEFAULTS]
 
 
+@pytest.mark.parametrize(
+    ('numbers', 'n_more_kills'),
+    [
+        # the process is lost at once at an even place, and much later than at an odd one
+        ((2, 3), 1),
+        pytest.param((2, 3, 4), 2, marks=pytest.mark.full),
+    ],
+    ids=['some', 'more'],
+)
 @pytest.mark.parametrize('cls', RESUMED, ids=lambda cls: cls.__name__)
 def test_every_callback_resumes_as_if_it_had_not_stopped(
-    cls: type[Callback], tmp_path: Path
+    cls: type[Callback], numbers: tuple[int, ...], n_more_kills: int, tmp_path: Path
 ) -> None:
-    places = some(3) if cls.__name__ in ONE_PLACE else some(2, 3, 4)
+    places = some(3) if cls.__name__ in ONE_PLACE else some(*numbers)
     check(
         tmp_path,
         lambda: make_all(cls),
         places,
+        n_more_kills=n_more_kills,
         rnn=cls.__name__.startswith('RNN'),
         eval_every='3ba',
     )

@@ -58,33 +58,29 @@ def _softmax(x: Tensor) -> Tensor:
     return x.softmax(1)
 
 
-def test_onnx_computes_the_same_at_any_batch_size(tmp_path: Path) -> None:
-    pytest.importorskip('onnxscript')
+def run_onnx(path: Path, *inputs: Tensor) -> Tensor:
+    "Return the output of an ONNX file in its runtime."
     runtime = pytest.importorskip('onnxruntime')
-    learn = learner(tmp_path, ExportForInference('net.onnx', formats=('onnx', 'torch.export')))
-    learn.fit(1)
-    assert [p.name for p in learn.export_for_inference.files] == ['net.onnx', 'net.pt2']
-    session = runtime.InferenceSession(str(tmp_path / 'net.onnx'))
-    for n in (1, 5):
-        x = torch.randn(n, 1, 6, 6)
-        got = torch.tensor(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-        with torch.no_grad():
-            assert torch.allclose(got, learn.model.eval()(x), atol=1e-5)
+    session = runtime.InferenceSession(str(path))
+    names = [given.name for given in session.get_inputs()]
+    arrays = [x.numpy() for x in inputs]
+    return torch.tensor(session.run(None, dict(zip(names, arrays, strict=True)))[0])
 
 
-def test_onnx_has_free_axes(tmp_path: Path) -> None:
+def test_onnx_computes_the_same_at_any_size(tmp_path: Path) -> None:
     pytest.importorskip('onnxscript')
-    runtime = pytest.importorskip('onnxruntime')
     layers = nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     free = {'input': {2: 'height', 3: 'width'}}
-    cb = ExportForInference('net.onnx', dynamic_shapes=free)
+    formats = ('onnx', 'torch.export')
+    cb = ExportForInference('net.onnx', formats=formats, dynamic_shapes=free)
     learn = learner(tmp_path, cb, model=nn.Sequential(*layers))
     learn.fit(1)
-    session = runtime.InferenceSession(str(tmp_path / 'net.onnx'))
-    x = torch.randn(5, 1, 9, 13)
-    got = torch.tensor(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-    with torch.no_grad():
-        assert torch.allclose(got, learn.model.eval()(x), atol=1e-5)
+    assert [p.name for p in learn.export_for_inference.files] == ['net.onnx', 'net.pt2']
+    for size in ((1, 1, 6, 6), (5, 1, 9, 13)):
+        x = torch.randn(size)
+        with torch.no_grad():
+            expected = learn.model.eval()(x)
+        assert torch.allclose(run_onnx(tmp_path / 'net.onnx', x), expected, atol=1e-5)
 
 
 def test_a_size_that_the_model_refuses_is_an_error_before_training(tmp_path: Path) -> None:
@@ -120,7 +116,12 @@ def test_batches_of_named_entries(tmp_path: Path) -> None:
         dls, Named(), loss_func, path=tmp_path, cbs=ExportForInference('net.onnx')
     )
     learn.fit(1)
-    assert learn.export_for_inference.files[0].exists()
+    (path,) = learn.export_for_inference.files
+    for n in (1, 5):
+        ids, scale = torch.randint(9, (n, 5)), torch.rand(n)
+        with torch.no_grad():
+            expected = learn.model.eval()(ids, scale)
+        assert torch.allclose(run_onnx(path, ids, scale), expected, atol=1e-5)
 
 
 class Unsteady(nn.Module):

@@ -110,6 +110,20 @@ def make(
     return learn
 
 
+class CheckpointTwice(Checkpoint):
+    "Save after the first batch, which warns, and where the run is killed."
+
+    def __init__(self) -> None:
+        super().__init__('1ba', keep_last=None, background=False)
+
+    def batch_checkpoint(self) -> None:
+        if self.time.ba in (1, KILLED_AT):
+            super().batch_checkpoint()
+
+    def epoch_checkpoint(self) -> None:
+        pass
+
+
 def train(make_parts: Make, folder: Path, resume: Any = False) -> tuple[list[Any], list[str]]:
     "Train or resume; return the weights and the history, and what the first checkpoint warned of."
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
@@ -117,8 +131,7 @@ def train(make_parts: Make, folder: Path, resume: Any = False) -> tuple[list[Any
         scramble(0)
         learn = make(folder, **make_parts())
         scramble(int(resume is not False))
-        saver = Checkpoint('1ba', keep_last=None, background=False)
-        learn.fit(N_EPOCH, cbs=saver, resume=resume)
+        learn.fit(N_EPOCH, cbs=CheckpointTwice(), resume=resume)
     weights = [p.tolist() for p in learn.model.parameters()]
     losses = [(row['train_loss'], row['valid_loss']) for row in learn.history]
     lines = [line for w in caught for line in str(w.message).splitlines()]

@@ -160,24 +160,15 @@ def test_what_is_refused() -> None:
 PARTS = [
     ('model', 'mlp'),
     ('model', 'normed and lazy'),
-    ('model', 'LazyBuffer'),
     ('model', 'Generators'),
-    ('model', 'Steps'),
     ('loss', 'RandomLoss'),
-    ('loss', 'CountingLoss'),
-    ('loader', 'noise'),
     ('loader', 'of its own'),
     ('loader', 'deep generators'),
-    ('loader', 'ByPass'),
-    ('loader', 'InClosure'),
     ('loader', 'endless stream'),
     ('loader', 'workers, noise'),
     ('callback', 'EMA, accumulation, bf16'),
-    ('callback', 'SAM'),
-    ('callback', 'Jittering'),
     ('callback', 'Unfreeze'),
     ('callback', 'LBFGS'),
-    ('callback', 'Follower'),
 ]
 ALL = [
     (axis, name)

@@ -172,7 +172,7 @@ def judge_all(seeds: range, folder: Path) -> Counter[str]:
 
 
 def test_some_interrupts(tmp_path: Path) -> None:
-    judge_all(range(3, 7), tmp_path)
+    judge_all(range(3, 5), tmp_path)  # with workers, and without
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from learnkit.core import device
 from tests.helpers.fresh import output_of
 
 META = torch.device('meta')
-N, SKIP = 60, 10  # batches, fewer than the Recorder sends at once; batches before the steady part
+N, SKIP = 30, 10  # batches, fewer than the Recorder sends at once; batches before the steady part
 
 
 class FakeAccelerator(TorchDispatchMode):

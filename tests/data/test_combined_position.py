@@ -1,7 +1,7 @@
 """Positions in several loaders: every place of a pass, saved to a file, resumes in loaders made in another process."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -89,19 +89,21 @@ def as_lists(batch: Any) -> Any:
 
 
 def pass_over(
-    position: LoaderPosition, n: int = 0, keeps: bool = True
-) -> tuple[Passed, list[bytes]]:
+    position: LoaderPosition,
+    n: int = 0,  # number of batches of the epoch that were drawn before
+    keeps: Callable[[int], bool] = lambda n: False,  # whether a checkpoint is taken after n batches
+) -> tuple[Passed, dict[int, bytes]]:
     "Draw the rest of an epoch, with other draws between the batches; return it, and checkpoints."
     seen = []
-    saved = []
+    saved = {}
     for batch in position.begin():
         n += 1
         draw_from_global_generators()
         seen.append((as_lists(batch), position.dl.batch_source, torch.rand(1).item()))
-        if keeps:
+        if keeps(n):
             file = io.BytesIO()
             torch.save({'position': position.state_dict(n), 'rng': capture_rng()}, file)
-            saved.append(file.getvalue())
+            saved[n] = file.getvalue()
     return seen, saved
 
 
@@ -112,8 +114,20 @@ def resume(dl: CombinedLoader, saved: bytes) -> LoaderPosition:
     return position
 
 
-def check(make: Callable[[int], Any], mode: str, places: list[int] | None = None) -> None:
-    "Resume from every place of the second epoch, twice; compare the rest of it, and the third epoch."
+SOME_PLACES = (0.0, 0.5, 1.0)  # after the first batch, in the middle, at the end of an epoch
+
+
+def find_places(n_batches: int, shares: Iterable[float] | None) -> list[int]:
+    "Return the numbers of batches after which to resume: shares of an epoch, or all."
+    if shares is None:
+        return [*range(1, n_batches + 1)]
+    return sorted({1 + round(share * (n_batches - 1)) for share in shares})
+
+
+def check(
+    make: Callable[[int], Any], mode: str, shares: Iterable[float] | None = SOME_PLACES
+) -> None:
+    "Resume from places of the second epoch, twice; compare the rest of it, and the third epoch."
 
     def combine(seed: int) -> CombinedLoader:
         loaders = make(seed)
@@ -124,40 +138,40 @@ def check(make: Callable[[int], Any], mode: str, places: list[int] | None = None
 
     scramble(0)
     position = make_position(combine(1))
-    epochs = []
-    for _ in range(3):
-        epochs.append(pass_over(position))
-        position = position.next_position(len(epochs[-1][0]))
-    (_, (seen, saved), (last, _)) = epochs
-    for n in [n % (len(seen) + 1) for n in places or range(1, len(seen) + 1)]:
+    first, _ = pass_over(position)
+    position = position.next_position(len(first))
+    seen, saved = pass_over(position, keeps=lambda n: True)
+    last, _ = pass_over(position.next_position(len(seen)))
+    for n in find_places(len(seen), shares):
+        m = n + 1 + (len(seen) - n) // 2  # where it is killed a second time, if batches are left
         scramble(50 + n)
-        resumed = resume(combine(1), saved[n - 1])
-        rest, again = pass_over(resumed, n)
+        resumed = resume(combine(1), saved[n])
+        rest, again = pass_over(resumed, n, keeps=lambda k: k == m)  # noqa: B023  # called at once
         assert rest == seen[n:], (mode, n)
-        if again:  # killed a second time
-            m = n + len(again) // 2
+        if rest:
             scramble(90 + n)
-            resumed = resume(combine(1), again[m - n])
-            assert pass_over(resumed, m + 1)[0] == seen[m + 1 :], (mode, n, m)
+            resumed = resume(combine(1), again[m])
+            assert pass_over(resumed, m)[0] == seen[m:], (mode, n, m)
         following = resumed.next_position(len(seen))
-        assert pass_over(following, keeps=False)[0] == last, (mode, n)
+        assert pass_over(following)[0] == last, (mode, n)
 
 
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('kind', [kind for kind in MAKES if kind != 'workers'])
-def test_every_place_of_a_pass_resumes(kind: str, mode: str) -> None:
+def test_some_places_of_a_pass_resume(kind: str, mode: str) -> None:
     check(MAKES[kind], mode)
 
 
 @pytest.mark.parametrize('mode', ['max_size_cycle', 'sequential'])
 def test_a_pass_with_workers_resumes(mode: str) -> None:
-    check(MAKES['workers'], mode, places=[1, -1])
+    check(MAKES['workers'], mode, shares=(0.0, 1.0))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('mode', MODES)
-def test_every_place_of_a_pass_with_workers_resumes(mode: str) -> None:
-    check(MAKES['workers'], mode)
+@pytest.mark.parametrize('kind', MAKES)
+def test_every_place_of_a_pass_resumes(kind: str, mode: str) -> None:
+    check(MAKES[kind], mode, shares=None)
 
 
 def test_a_position_between_two_epochs_resumes() -> None:

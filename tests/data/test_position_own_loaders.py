@@ -1,5 +1,6 @@
 """Custom loaders in runs that are killed at three places and resumed, against a run without a stop."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers import own_loaders as own
 from tests.helpers.forks import start
 from tests.helpers.own_loaders import N_BATCHES, PLACES, Run, live, train
@@ -46,10 +48,21 @@ EXACT = {
         own.Noisy,
     )
 }
+TWICE = (5, 21)  # a run that is killed in its first life and in its second
+AT_ALL_PLACES = ('NextEpoch', 'EndOfEpoch')  # their state is different at the end of an epoch
 
 
-@pytest.mark.parametrize('kind', EXACT)
-@pytest.mark.parametrize('kills', [*((n,) for n in PLACES), (5, 21)], ids=str)
+@pytest.mark.parametrize(
+    ('kind', 'kills'),
+    [
+        *itertools.product(EXACT, [TWICE]),
+        *others_in_full(
+            ((kind, (n,)) for kind in EXACT for n in PLACES),
+            lambda kind, kills: kind in AT_ALL_PLACES,
+        ),
+    ],
+    ids=str,
+)
 def test_a_killed_run_is_exact(kind: str, kills: tuple[int, ...], tmp_path: Path) -> None:
     whole = without_stop(EXACT[kind])
     killed = train(EXACT[kind], tmp_path, kills)
@@ -82,9 +95,17 @@ def test_the_state_of_a_data_set_in_a_stateful_loader(n: int, tmp_path: Path) ->
     assert drawn == [i for epoch in range(own.N_EPOCH) for i in own.order_of(epoch)]
 
 
-@pytest.mark.parametrize('sampler', [RandomSampler, lambda data: own.SeededWhenMade()])
-@pytest.mark.parametrize('is_stateful', [False, True])
-@pytest.mark.parametrize('n', PLACES)
+def seeded_when_made(data: Any) -> Any:
+    return own.SeededWhenMade()
+
+
+@pytest.mark.parametrize(
+    ('sampler', 'is_stateful', 'n'),
+    others_in_full(
+        itertools.product([RandomSampler, seeded_when_made], [False, True], PLACES),
+        lambda sampler, is_stateful, n: n == (21 if is_stateful else 32),
+    ),
+)
 def test_a_wrapper_of_a_loader(sampler: Any, is_stateful: bool, n: int, tmp_path: Path) -> None:
     def make() -> Any:
         data = own.Plain()

@@ -1,6 +1,6 @@
 """Other steps, samples and branches from a moment of an earlier run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import pairwise
@@ -80,9 +80,12 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], Any, tuple[in
 }
 
 
-@pytest.mark.parametrize('name', PROGRAMS)
-def test_three_looks_at_each_moment(name: str, tmp_path: Path) -> None:
-    cbs, options, fit, batches = PROGRAMS[name]
+# within the first pass of frozen layers and after it; where an attribute or a loss is new, and after
+IN_SHORT = {'frozen': (7, 21), 'a new attribute': (2, 13), 'loss in epoch 1': (8, 9)}
+
+
+def look_three_times(name: str, batches: Iterable[int], tmp_path: Path) -> None:
+    cbs, options, fit, _ = PROGRAMS[name]
     run = make(tmp_path, *cbs(), after := After(), **options)
     with run.no_bar(), run.no_logging(), redirect_stdout(StringIO()):
         run.fit(EPOCHS) if fit is None else fit(run)
@@ -97,6 +100,19 @@ def test_three_looks_at_each_moment(name: str, tmp_path: Path) -> None:
         assert moment.play(2)[0] == after.losses[ba]
         moment.layers()
         assert moment.step() == after.losses[ba] and describe(again) == after.digests[ba]
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_three_looks_at_some_moments(name: str, tmp_path: Path) -> None:
+    *_, batches = PROGRAMS[name]
+    look_three_times(name, IN_SHORT.get(name, batches[1:2]), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_three_looks_at_each_moment(name: str, tmp_path: Path) -> None:
+    *_, batches = PROGRAMS[name]
+    look_three_times(name, batches, tmp_path)
 
 
 def test_a_look_at_another_loss_function_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The state before any batch of an earlier run, and its loss, again; and what is refused."""
 
+import itertools
 import random
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from learnkit import (
 from learnkit.core.errors import CancelBatchException, CheckpointError, OptionError
 from learnkit.debug.rewind import find_spike
 from learnkit.testing import learn_digest
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rewinding import BATCHES, EPOCHS, Record, describe, make, train
 
@@ -39,15 +41,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_the_state_and_the_loss_of_any_batch(name: str, tmp_path: Path) -> None:
+PLACES = (16, 11, 7, BATCHES - 1)
+
+
+@pytest.mark.parametrize(
+    ('name', 'places'),
+    others_in_full(
+        itertools.product(CASES, [PLACES[:2], PLACES]),
+        lambda name, places: (places == PLACES) == (name == 'plain'),
+    ),
+    ids=str,
+)
+def test_the_state_and_the_loss_of_any_batch(
+    name: str, places: tuple[int, ...], tmp_path: Path
+) -> None:
     options = dict(CASES[name])
     cbs = options.pop('cbs', list)
     record = Record()
     losses = train(make(tmp_path, *cbs(), record, **options))
     files = {f: f.stat().st_mtime_ns for f in tmp_path.rglob('*') if f.is_file()}
     again = make(tmp_path, *cbs(), Record(), **options)
-    for ba in (7, BATCHES - 1, 16, 11):
+    for ba in places:
         moment = again.rewind(f'{ba}ba')
         assert again.time.ba == moment.ba == ba
         assert describe(again) == record.digests[ba]

@@ -1,6 +1,7 @@
 """Row 30: a loader's worker is killed, raises or hangs. An error, no orphans, and the next fit works."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from fastcore.basics import noop
 from torch.utils.data import TensorDataset, get_worker_info
 
 from learnkit import DataLoaders
-from tests.faults.fault_helpers import BS, is_clean
+from tests.faults.fault_helpers import BS, is_clean, others_in_full
 from tests.faults.run_helpers import all_load, checkpointed, in_child, names, torch_dls
 
 TIMEOUT_S = 2  # for a worker that hangs
@@ -103,8 +104,13 @@ def job(what: str, folder: Path, persistent: bool) -> None:
         assert not children()
 
 
-@pytest.mark.parametrize('persistent', [False, True], ids=['', 'persistent'])
-@pytest.mark.parametrize('what', ['killed', 'raises'])
+@pytest.mark.parametrize(
+    ('what', 'persistent'),
+    others_in_full(
+        itertools.product(['killed', 'raises'], [False, True]),
+        lambda what, persistent: persistent == (what == 'raises'),
+    ),
+)
 def test_the_error_comes_and_the_next_fit_works(
     what: str, persistent: bool, tmp_path: Path
 ) -> None:

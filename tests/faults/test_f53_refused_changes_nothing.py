@@ -5,6 +5,7 @@ A digest of model, optimizer, loose buffers, flags, counters, generators, callba
 import errno
 import os
 from collections.abc import Iterator
+from functools import cache
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,15 @@ EVENTS = (
 )
 
 
+@cache
+def train_fresh() -> dict[str, torch.Tensor]:
+    "Return the weights of a Learner that trains without a resume."
+    learn = make()
+    learn.fit(2)
+    weights: dict[str, torch.Tensor] = learn.model.state_dict()
+    return weights
+
+
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, CancelFitException])
 @pytest.mark.parametrize('event', EVENTS)
 def test_an_error_before_the_first_batch_is_trained(event: str, error: type[BaseException]) -> None:
@@ -162,10 +172,8 @@ def test_an_error_before_the_first_batch_is_trained(event: str, error: type[Base
         learn.fit(2, resume=state, cbs=Callback(**{event: fail}))
     assert content(learn) == before and not learn.resumed and learn.time.ba == 0
     learn.fit(2)
-    fresh = make()
-    fresh.fit(2)
-    weights = learn.model.state_dict().items()
-    assert all(torch.equal(t, fresh.model.state_dict()[name]) for name, t in weights)
+    weights = train_fresh()
+    assert all(torch.equal(t, weights[name]) for name, t in learn.model.state_dict().items())
 
 
 @pytest.mark.parametrize('code', [errno.EIO, errno.EACCES, errno.ELOOP])

@@ -64,10 +64,11 @@ def check_every_place(
     fit: Callable[[Learner, Any], None] = lambda learn, resume: learn.fit(2, resume=resume),
     places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,  # which are tried
     keep_again: bool = False,  # whether resumed runs take checkpoints, too
+    n_more_kills: int = 2,  # how often the first of them is killed again
 ) -> list[State]:
     """Assert that resuming from each checkpoint gives exactly the final state of the uninterrupted run.
 
-    The first of them is also killed a second and a third time: its run resumes from a checkpoint of the resumed run."""
+    The first of them is also killed again: its run resumes from a checkpoint of the resumed run."""
     end, kept = train_without_stop(make, fit)
     assert kept
     chosen = [*map(through_a_file, places(kept))]
@@ -89,7 +90,7 @@ def check_every_place(
     taken = resume(chosen[0], 0, keeping=True)
     for i, state in enumerate(chosen[1:]):
         resume(state, 1 + i, keep_again)
-    for life in range(2):  # killed twice, and three times
+    for life in range(n_more_kills):
         if taken:
             taken = resume(through_a_file(taken[len(taken) // 2]), 1000 + life, keeping=True)
     return kept

@@ -354,7 +354,9 @@ def plateau_by_hand(stops: bool) -> tuple[int, float]:
 
 @pytest.mark.parametrize('stops', [True, False], ids=['stop', 'reduce the rate'])
 @pytest.mark.parametrize('mode', ['auto', 'min'])
-@pytest.mark.parametrize('kills', [0, 1, 2, 3, 4])
+@pytest.mark.parametrize(
+    'kills', [0, 4, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 3))]
+)
 def test_every_kill_keeps_the_sign_of_min_delta(
     mode: str, stops: bool, kills: int, tmp_path: Path
 ) -> None:

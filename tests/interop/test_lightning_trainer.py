@@ -1,6 +1,7 @@
 """Lightning's Trainer by one changed import: options, runs, and resumes; with Lightning, against the real one."""
 
 import inspect
+import itertools
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from learnkit import Callback, Checkpoint
 from learnkit.core.errors import CheckpointError, FitError, LoaderError, OptionError
 from learnkit.interop import from_lightning
 from learnkit.interop.lightning import Trainer
+from tests.faults.fault_helpers import others_in_full
 
 PAGE = Path(__file__).parents[2] / 'docs' / 'compatibility.md'
 QUIET: dict[str, Any] = {
@@ -258,33 +260,43 @@ class Kill(Callback):
             raise InterruptedError
 
 
-KILLS = [
-    [(3, 'before_batch'), (8, 'before_batch')],
-    [(5, 'before_validate'), (7, 'before_eval')],
-    [(5, 'after_eval'), (10, 'after_epoch')],
+KILLS = {
+    'batches': [(3, 'before_batch'), (8, 'before_batch')],
+    'evaluations': [(5, 'before_validate'), (7, 'before_eval')],
+    'ends': [(5, 'after_eval'), (10, 'after_epoch')],
+}
+DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    'epochs': (lambda: (load(36), load(20, 1)), {}),
+    'within': (
+        lambda: (load(36), load(20, 1)),
+        {'val_check_interval': 2, 'limit_val_batches': 2},
+    ),
+    'streams': (lambda: (DataLoader(Stream(), 8), DataLoader(Stream(), 8)), {}),
+    'several': (lambda: ({'a': load(36), 'b': load(20, 3)}, load(20, 1)), {}),
+}
+# every kind of data and every kind of kill
+IN_SHORT = [
+    ('epochs', 'ends'),
+    ('within', 'evaluations'),
+    ('streams', 'batches'),
+    ('several', 'batches'),
 ]
 
 
-@pytest.mark.parametrize('kills', KILLS, ids=['batches', 'evaluations', 'ends'])
 @pytest.mark.parametrize(
-    ('data', 'options'),
-    [
-        (lambda: (load(36), load(20, 1)), {}),
-        (lambda: (load(36), load(20, 1)), {'val_check_interval': 2, 'limit_val_batches': 2}),
-        (lambda: (DataLoader(Stream(), 8), DataLoader(Stream(), 8)), {}),
-        (lambda: ({'a': load(36), 'b': load(20, 3)}, load(20, 1)), {}),
-    ],
-    ids=['epochs', 'within', 'streams', 'several'],
+    ('name', 'kills'),
+    others_in_full(itertools.product(DATA, KILLS), lambda *case: case in IN_SHORT),
 )
 def test_a_killed_fit_resumes_exactly(
-    data: Any, options: Any, kills: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kills: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    data, options = DATA[name]
     monkeypatch.chdir(tmp_path)
     whole = Module()
     torch.manual_seed(1)
     Trainer(max_epochs=3, **options, **QUIET).fit(whole, *data())
     drawn = torch.rand(3)
-    for i, kill in enumerate([*kills, None]):
+    for i, kill in enumerate([*KILLS[kills], None]):
         module = Module()
         torch.manual_seed(1 if i == 0 else 7)
         cbs = [Checkpoint('1ba'), *([Kill(*kill)] if kill else [])]
