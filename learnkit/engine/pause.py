@@ -27,16 +27,13 @@ from learnkit.core.random import capture_rng
 from learnkit.core.time import Time, as_time
 from learnkit.data.position import describe_drawn
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import contains_object, list_running
+from learnkit.engine.dispatch import contains_object
 from learnkit.engine.resumed_run import ResumedRun, ResumeState
 
 if TYPE_CHECKING:
     from learnkit.core.random import RNGState
     from learnkit.engine.positions import TrainingPositions
     from learnkit.learner import Learner
-
-# events between two batches, in which Ctrl-C interrupts at once, although a pass over the training data is open
-_BETWEEN_BATCHES = ('before_draw', 'after_draw')
 
 
 class FitPaused(Exception):
@@ -162,27 +159,23 @@ class PauseRequest:
     # -- Ctrl-C ------------------------------------------------------------------------------------
 
     def receive_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        "Handle Ctrl-C: the first one in a training batch pauses the fit after the batch."
+        "Handle Ctrl-C: the first one in a pass over the training data pauses the fit after the batch."
         if os.getpid() != self._pid:
             # Ctrl-C in a terminal reaches the workers of loaders too, whose batches are still needed
             if not _is_loader_worker():
                 raise KeyboardInterrupt
-        elif self.is_interrupt or not self._is_within_batch():
+        elif self.is_interrupt or not self._is_within_pass():
             raise KeyboardInterrupt
         else:
             self.is_interrupt = True
             self.make()
 
-    def _is_within_batch(self) -> bool:
-        "Return True from `before_batch` to `batch_checkpoint` of a training batch, but not in an evaluation."
+    def _is_within_pass(self) -> bool:
+        "Return True while batches are drawn and trained, but not in an evaluation."
         learn = self.learn
         if learn is None or learn.world.size > 1 or learn.run.depth != 1:
             return False
-        positions = learn.parts.positions
-        if not positions.is_open or positions.is_drawing or learn.parts.evaluations.running:
-            return False
-        running = list_running(learn)
-        return not running or running[-1][1] not in _BETWEEN_BATCHES
+        return learn.parts.positions.is_open and not learn.parts.evaluations.running
 
 
 @dataclass

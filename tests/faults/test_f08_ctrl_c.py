@@ -1,19 +1,21 @@
 """Row 8: Ctrl-C at every event, at instants of all kinds, and a second one that aborts the cleanup.
 
-In a training batch the first one arrives behind `batch_checkpoint`, a second one at once. Workers of loaders, to which
-a terminal sends it too, live through it."""
+While a training batch is drawn or trained, the first one arrives after `batch_checkpoint`, a second one at once.
+Workers of loaders, to which a terminal sends it too, live through it."""
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from learnkit import Callback, Learner
+from learnkit import Callback, DataLoaders, Learner
 from tests.faults.fault_helpers import (
     CANCEL_EVENTS,
     FIT_EVENTS,
@@ -34,6 +36,7 @@ from tests.faults.fault_helpers import (
 )
 from tests.faults.run_helpers import in_child, quiet, torch_dls
 from tests.helpers.interrupting import Interrupter, interrupting, pythons_own_handlers  # noqa: F401
+from tests.helpers.learners import quiet_learner
 
 
 def press(cb: Any = None) -> None:
@@ -43,7 +46,7 @@ def press(cb: Any = None) -> None:
 
 
 def press_twice(cb: Any = None) -> None:
-    "Send this process two real SIGINTs; in a training batch, the second one interrupts it."
+    "Send this process two real SIGINTs; within a pass, the second one interrupts it."
     signal.raise_signal(signal.SIGINT)
     press()
 
@@ -53,6 +56,8 @@ def interrupt(cb: Any) -> None:
 
 
 IN_BATCH = [
+    'before_draw',
+    'after_draw',
     'before_batch',
     'before_pred',
     'after_pred',
@@ -92,6 +97,46 @@ def test_the_first_one_in_a_batch_ends_the_fit_behind_it(event: str) -> None:
     assert learn.paused is not None and learn.paused.time.ba == learn.time.ba
     is_clean(learn)
     fits_like_fresh(learn, [bad, last, watch, *trigger(event)])
+
+
+BATCHES = [(torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(5)]
+
+
+class Pressing:
+    "A loader in whose third batch of the first epoch Ctrl-C comes `n` times."
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, batch in enumerate(BATCHES):
+            if i == 2:
+                n, self.n = self.n, 0
+                for _ in range(n):
+                    signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(BATCHES)
+
+
+@pytest.mark.parametrize(('n', 'n_trained'), [(1, 3), (2, 2)])
+def test_a_batch_that_is_drawn_is_trained_unless_it_comes_twice(n: int, n_trained: int) -> None:
+    def make(loader: Any) -> Learner:
+        torch.manual_seed(0)
+        learn: Learner = quiet_learner(DataLoaders(loader), nn.Linear(1, 1), nn.MSELoss())
+        return learn
+
+    straight, learn = make(BATCHES), make(Pressing(n))
+    straight.fit(2)
+    e = raised_by(lambda: learn.fit(2))
+    assert type(e) is KeyboardInterrupt and f'{n_trained}ba: `learn.resume()`' in str(e)
+    assert learn.time.ba == n_trained
+    is_cut = pytest.warns(UserWarning, match='first 2 batches are skipped')
+    with nullcontext() if n == 1 else is_cut:
+        learn.resume()
+    assert learn.time.ba == 10
+    assert all(map(torch.equal, learn.model.parameters(), straight.model.parameters()))
 
 
 def press_in_group(cb: Any) -> None:
