@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.step_parts import Functions
 from learnkit.callbacks.update_rules import Flags
-from learnkit.core.batch import call_by_name, tensors_in, to_detach, unpack_output
+from learnkit.core.batch import call_by_name, children_of, rebuild, tensors_in, unpack_output
 
 Contexts = tuple[tuple[Callable[..., Any], int], ...]
 # prediction, loss to minimize, loss, its parts, what callbacks have found, gradients
@@ -74,11 +74,11 @@ def whole_step(
             restore_unless(accepted, before)
         found = list_found(own, given, places)
         return (
-            to_detach(pred, cpu=False),
+            detach_tensors(pred),
             minimized.detach(),
             loss.detach().clone(),
             losses,
-            to_detach(found, cpu=False),
+            detach_tensors(found),
             list(grads) if update is None else [],
         )
 
@@ -193,3 +193,11 @@ def list_found(
         {name: value for name, value in values.items() if name not in known and name not in at}
         for values, known, at in zip(own, given, places, strict=True)
     ]
+
+
+def detach_tensors(b: Any) -> Any:
+    "Return a nested structure with its tensors detached; torch.compile cannot compare tuples by identity."
+    if isinstance(b, Tensor):
+        return b.detach()
+    children = children_of(b)
+    return b if children is None else rebuild(b, [detach_tensors(o) for o in children])

@@ -347,6 +347,25 @@ def test_what_cannot_be_compiled_runs_as_usual() -> None:
     assert 'Unsupported' in learn.explain_step() and 'ata-dependent' in learn.explain_step()
 
 
+class Nested(nn.Module):
+    "Returns tuples within a tuple, as an LSTM does."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.inner(x)
+        return out, (out.sigmoid(), [out.tanh()])
+
+
+def test_an_output_of_tuples_in_a_tuple() -> None:
+    plain, learn, backend = fit_both(
+        lambda: learner(Nested, lambda pred, y: (pred[0] - y).square().mean() + pred[1][0].mean())
+    )
+    assert distance(plain, learn) < 1e-6 and backend.calls == 19
+
+
 def test_errors_of_model_and_data_come_out_as_usual() -> None:
     x = torch.randn(8, 8)
     good, bad = (x, x[:, :1]), (x[:, :3], x[:, :1])
