@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 MAX_SHAPES = 8  # number of shapes of batches that are compiled; each takes seconds and memory
+MAX_REPEATS = 3  # number of compilations of a shape at successive batches, after the first one
 Outputs = tuple[Any, ...]
 
 
@@ -393,16 +394,23 @@ class WholeStep:
         set_evaluator = self.dynamo.eval_frame.set_eval_frame
         before = set_evaluator(False)
         try:
-            return code.function(*args)
+            out = code.function(*args)
         except NotCompiled:
             return None
         finally:
             set_evaluator(before)
+        code.n_repeats = 0
+        return out
 
     def _compile(self, code: Code, args: tuple[Any, ...], on_gpu: bool) -> Any:
         "Compile the code for new arguments, and call it."
         if code.compiled is None:
             code.compiled = torch.compile(code.function, **self._list_options(on_gpu))
+        elif code.n_repeats == MAX_REPEATS or code.n_variants == self.dynamo.config.recompile_limit:
+            raise NotCompiled(f'compiled too often, since this changes: {find_change(code, args)}')
+        else:
+            code.n_repeats += 1
+        code.n_variants += 1
         self.n_compilations += 1
         with self.dynamo.config.patch(trace_autograd_ops=True):
             out = code.compiled(*args)
@@ -435,6 +443,8 @@ class Code:
         self.function = copy_function(whole_step)
         self.compiled: Any = None  # result of torch.compile, made before the first call
         self.shared: set[int] = set()  # indices of gradients in its result that share memory
+        self.n_variants = 0  # number of compilations
+        self.n_repeats = 0  # number of compilations since the last call that needed none
         # the first shape is compiled at once, others when they come again
         self.n_batches = 1 if is_first else 0
 
@@ -460,6 +470,19 @@ def make_caller(model: nn.Module) -> Any:
         return model._call_impl(*args, **kwargs)
 
     return copy_function(call_model)
+
+
+def find_change(code: Code, args: tuple[Any, ...]) -> str:
+    "Return the condition of the last compilation that no longer holds, in torch's words."
+    try:
+        with torch.compiler.set_stance('fail_on_recompile'):
+            code.compiled(*args)
+    except Exception as e:
+        # lines such as '- 0/3: model.n_calls == 4  # its source line (HINT: ...)'
+        lines = [line.strip() for line in str(e).splitlines()]
+        found = [line.partition(': ')[2] for line in lines if line.startswith('- ')]
+        return found[0].partition(' (HINT')[0] if found else lines[0]
+    return 'unknown'
 
 
 def describe_shape(shape: Any) -> Any:
