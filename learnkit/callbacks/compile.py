@@ -27,8 +27,8 @@ module keeps everything else unchanged too:
 - A step that cannot be compiled raises no error: the ordinary step runs, and `explain_step()` gives
   the reason.
 
-`learnkit.callbacks.whole_step` holds the compiled function, `step_plan` its arguments, and
-`step_refusals` the reasons; this module decides which step runs.
+`learnkit.callbacks.whole_step` holds the compiled function, `traced_batch` and `step_plan` its
+arguments, and `step_refusals` the reasons; this module decides which step runs.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from torch.utils.hooks import RemovableHandle
 
 from learnkit.callbacks.step_parts import Handlers, Part
 from learnkit.callbacks.step_plan import PassPlan, StepPlan
-from learnkit.callbacks.step_refusals import find_overrides, find_refusals, find_step_refusals
+from learnkit.callbacks.step_refusals import find_refusals, find_step_refusals
+from learnkit.callbacks.traced_batch import TracedBatch
 from learnkit.callbacks.whole_step import NotCompiled, whole_step
-from learnkit.core.batch import describe, map_tensors, passed_names
+from learnkit.core.batch import describe, map_tensors
 from learnkit.core.errors import OptionError, StepPutOff
 from learnkit.core.hints import suggest_keyword
 from learnkit.engine.loss import total_loss
-from learnkit.engine.seams import run_passes, train_whole_batch
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
 MAX_SHAPES = 8  # number of shapes of batches that are compiled; each takes seconds and memory
+MAX_REPEATS = 3  # number of compilations of a shape at successive batches, after the first one
 Outputs = tuple[Any, ...]
 
 
@@ -110,6 +111,7 @@ class WholeStep:
     """
 
     holder = 'compile(step=True)'
+    default = TracedBatch()
 
     def __init__(self, learn: Learner, options: dict[str, Any]) -> None:
         torch.compile(whole_step, **options)  # raises errors in the options now
@@ -137,6 +139,11 @@ class WholeStep:
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
+    @property
+    def traced(self) -> TracedBatch:
+        "The batch that is compiled."
+        return self.learn.seams.traced or self.default
+
     def seams(self, learn: Learner) -> dict[str, Any] | None:
         "Return the training on a batch, or the passes of a microbatch."
         if learn.microbatch:
@@ -145,17 +152,22 @@ class WholeStep:
 
     def __call__(self, learn: Learner) -> None:
         "Train on the current batch."
+        if self.ready:
+            self.traced.begin(learn)
         plan = self._find_plan()
         code = None if plan is None else self._find_code(plan)
         if plan is None or code is None:
-            self._run_ordinary(train_whole_batch, then=self._prepare)
-        elif self._run(plan, code, train_whole_batch) and not plan.takes_step:
-            learn._take_step()
-            learn.opt.zero_grad()
+            self._run_ordinary(self.traced.train, then=self._prepare)
+        elif plan.takes_step:
+            self._run(plan, code, self.traced.train)
+        else:
+            self.traced.take_step(learn, partial(self._run, plan, code))
 
     def run_passes(self, learn: Learner) -> None:
         "Run forward and backward of the current batch or microbatch."
-        ordinary = learn.parts.microbatches.run_passes if learn.microbatch else run_passes
+        ordinary = self.traced.run_passes
+        if self.ready:
+            self.traced.begin(learn)
         plan = self._find_plan(takes_step=False)
         code = None if plan is None else self._find_code(plan)
         if plan is None or code is None:
@@ -190,8 +202,11 @@ class WholeStep:
     def _find_refusals(self) -> None:
         "Run the checks that are too slow for each batch."
         self.n_hooks = RemovableHandle.next_id
-        self.refused = list(find_refusals(self.learn))
-        self.step_refused = list(find_step_refusals(self.learn))
+        self.refused = [*self.traced.find_refusals(self.learn), *find_refusals(self.learn)]
+        self.step_refused = [
+            *self.traced.find_step_refusals(self.learn),
+            *find_step_refusals(self.learn),
+        ]
 
     def _find_plan(self, takes_step: bool | None = None) -> PassPlan | None:
         "Return the plan of the current batch, up to date; None if the batch needs the ordinary step."
@@ -291,7 +306,7 @@ class WholeStep:
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
         # a class with its own training batch may never request a compiled step
-        reasons = [self.failure] if self.failure else list(find_overrides(self.learn))
+        reasons = [self.failure] if self.failure else list(self.traced.find_refusals(self.learn))
         reasons = reasons or [*self._find_blocks(), *self.refused]
         if not reasons and self.waiting and not self.n_compilations:
             reasons = [self.waiting]
@@ -341,8 +356,8 @@ class WholeStep:
         before: Any = None if generator is None else generator.get_state()
         plan.write_numbers()
         inputs = plan.list_inputs()
-        names = passed_names(learn.model, learn.xb)
-        args = (learn.model, learn.loss_func, *inputs, names, learn.xb, learn.yb)
+        model, loss_func, *batch = self.traced.list_arguments(learn)
+        args = (model, loss_func, *inputs, *batch)
         error = ''
         try:
             out = self._call(code, plan, args)
@@ -393,16 +408,23 @@ class WholeStep:
         set_evaluator = self.dynamo.eval_frame.set_eval_frame
         before = set_evaluator(False)
         try:
-            return code.function(*args)
+            out = code.function(*args)
         except NotCompiled:
             return None
         finally:
             set_evaluator(before)
+        code.n_repeats = 0
+        return out
 
     def _compile(self, code: Code, args: tuple[Any, ...], on_gpu: bool) -> Any:
         "Compile the code for new arguments, and call it."
         if code.compiled is None:
             code.compiled = torch.compile(code.function, **self._list_options(on_gpu))
+        elif code.n_repeats == MAX_REPEATS or code.n_variants == self.dynamo.config.recompile_limit:
+            raise NotCompiled(f'compiled too often, since this changes: {find_change(code, args)}')
+        else:
+            code.n_repeats += 1
+        code.n_variants += 1
         self.n_compilations += 1
         with self.dynamo.config.patch(trace_autograd_ops=True):
             out = code.compiled(*args)
@@ -435,6 +457,8 @@ class Code:
         self.function = copy_function(whole_step)
         self.compiled: Any = None  # result of torch.compile, made before the first call
         self.shared: set[int] = set()  # indices of gradients in its result that share memory
+        self.n_variants = 0  # number of compilations
+        self.n_repeats = 0  # number of compilations since the last call that needed none
         # the first shape is compiled at once, others when they come again
         self.n_batches = 1 if is_first else 0
 
@@ -460,6 +484,19 @@ def make_caller(model: nn.Module) -> Any:
         return model._call_impl(*args, **kwargs)
 
     return copy_function(call_model)
+
+
+def find_change(code: Code, args: tuple[Any, ...]) -> str:
+    "Return the condition of the last compilation that no longer holds, in torch's words."
+    try:
+        with torch.compiler.set_stance('fail_on_recompile'):
+            code.compiled(*args)
+    except Exception as e:
+        # lines such as '- 0/3: model.n_calls == 4  # its source line (HINT: ...)'
+        lines = [line.strip() for line in str(e).splitlines()]
+        found = [line.partition(': ')[2] for line in lines if line.startswith('- ')]
+        return found[0].partition(' (HINT')[0] if found else lines[0]
+    return 'unknown'
 
 
 def describe_shape(shape: Any) -> Any:

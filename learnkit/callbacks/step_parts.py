@@ -139,10 +139,9 @@ def read_functions(cb: Any, events: Iterable[str]) -> dict[str, Any] | None:
 
 def covers(cb: Any, events: Iterable[str]) -> bool:
     "Return True unless a subclass, or the instance, has changed a handler after `compiled_step` was written."
-    names = [cls.__dict__ for cls in type(cb).__mro__]
-    level = next((i for i, own in enumerate(names) if 'compiled_step' in own), 0)
-    newer = [vars(cb), *names[:level]]
-    return not any(event in own for event in events for own in newer)
+    owners = [vars(cb), *(cls.__dict__ for cls in type(cb).__mro__)]
+    level = next((i for i, own in enumerate(owners) if 'compiled_step' in own), 1)
+    return not any(event in own for event in events for own in owners[:level])
 
 
 def order_functions(parts: list[Part]) -> Functions:

@@ -28,7 +28,6 @@ OPTIMIZER_HOOKS = ('_optimizer_step_pre_hooks', '_optimizer_step_post_hooks')
 
 def find_refusals(learn: Learner) -> Iterator[str]:
     "Yield the permanent conditions that rule out compiled passes, and with them a compiled step."
-    yield from find_overrides(learn)
     for seam, holder in learn.seams.holders.items():
         if seam in ('model', 'loss', 'step'):
             yield f'{holder} holds the seam `{seam}` of the loop'
@@ -40,13 +39,6 @@ def find_refusals(learn: Learner) -> Iterator[str]:
     if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
         yield 'what is trained is not all on one CPU or CUDA device'
     yield from find_hooks(learn)
-
-
-def find_overrides(learn: Learner) -> Iterator[str]:
-    "Yield the methods of the loop that the class of a Learner overrides, except the optimizer's step."
-    for name in list_overrides(learn):
-        if name != '_step':
-            yield f'{type(learn).__name__} has its own `{name}`'
 
 
 def find_step_refusals(learn: Learner) -> Iterator[str]:

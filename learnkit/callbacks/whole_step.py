@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.step_parts import Functions
 from learnkit.callbacks.update_rules import Flags
-from learnkit.core.batch import call_by_name, tensors_in, to_detach, unpack_output
+from learnkit.core.batch import call_by_name, children_of, rebuild, tensors_in, unpack_output
 
 Contexts = tuple[tuple[Callable[..., Any], int], ...]
 # prediction, loss to minimize, loss, its parts, what callbacks have found, gradients
@@ -39,6 +39,20 @@ class Update(NamedTuple):
     rows: list[slice]  # place in the tensor of numbers
     flags: list[Flags]  # terms of the rule
     counts: bool  # whether to advance the optimizer's counts of steps
+
+
+class OutputLoss:
+    """Base of a loss function that gets the whole output of the model, and scales the loss itself.
+
+    A loss that functions of `after_loss` return is not used."""
+
+    def __call__(self, output: Any) -> Tensor:
+        "Return the loss."
+        raise NotImplementedError
+
+    def scale(self, loss: Tensor) -> Tensor:
+        "Return the loss to minimize."
+        raise NotImplementedError
 
 
 def whole_step(
@@ -63,7 +77,7 @@ def whole_step(
     before = keep_values([*changed, given, list(model.buffers())]) if may_undo else []
 
     pred, loss, losses = compute_loss(model, loss_func, functions, own, names, xb, yb)
-    pred, minimized = change_loss(pred, loss, functions, own)
+    pred, minimized = change_loss(pred, loss, loss_func, functions, own)
     grads = torch.autograd.grad(minimized, params, allow_unused=True)
 
     with torch.no_grad():
@@ -74,11 +88,11 @@ def whole_step(
             restore_unless(accepted, before)
         found = list_found(own, given, places)
         return (
-            to_detach(pred, cpu=False),
+            detach_tensors(pred),
             minimized.detach(),
             loss.detach().clone(),
             losses,
-            to_detach(found, cpu=False),
+            detach_tensors(found),
             list(grads) if update is None else [],
         )
 
@@ -110,6 +124,8 @@ def compute_loss(
         out = call_by_name(model, xb, names)
         for f, i in functions['after_pred']:
             out = f(out, own[i])
+        if isinstance(loss_func, OutputLoss):
+            return out, loss_func(out)
         pred, loss = unpack_output(out)
         if loss_func is None or (not yb and loss is not None):
             return pred, loss
@@ -126,14 +142,21 @@ def compute_loss(
 
 
 def change_loss(
-    pred: Any, loss: Tensor, functions: Functions, own: list[dict[str, Any]]
+    pred: Any,
+    loss: Tensor,
+    loss_func: Callable[..., Any] | None,
+    functions: Functions,
+    own: list[dict[str, Any]],  # state of each part
 ) -> tuple[Any, Tensor]:
     "Return the prediction and the loss to minimize, as callbacks change them."
+    minimized = loss
     for f, i in functions['after_loss']:
-        pred, loss = f(pred, loss, own[i])
+        pred, minimized = f(pred, minimized, own[i])
+    if isinstance(loss_func, OutputLoss):
+        minimized = loss_func.scale(loss)
     for f, i in functions['before_backward']:
-        loss = f(loss, own[i])
-    return pred, loss
+        minimized = f(minimized, own[i])
+    return pred, minimized
 
 
 def run_within(contexts: Contexts, own: list[dict[str, Any]], f: Callable[[], Any]) -> Any:
@@ -193,3 +216,11 @@ def list_found(
         {name: value for name, value in values.items() if name not in known and name not in at}
         for values, known, at in zip(own, given, places, strict=True)
     ]
+
+
+def detach_tensors(b: Any) -> Any:
+    "Return a nested structure with its tensors detached; torch.compile cannot compare tuples by identity."
+    if isinstance(b, Tensor):
+        return b.detach()
+    children = children_of(b)
+    return b if children is None else rebuild(b, [detach_tensors(o) for o in children])

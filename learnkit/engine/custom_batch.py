@@ -364,9 +364,9 @@ def make_repeat_error(caller: str) -> LossError:
 # -- callbacks that have no effect in a custom loop ------------------------------------------------
 
 
-def list_overrides(learn: Learner) -> list[str]:
-    "Return the names in `BATCH_METHODS` that the class of a Learner overrides."
-    return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
+def list_overrides(learn: Learner, base: type[Loop] = Loop) -> list[str]:
+    "Return the names in `BATCH_METHODS` that the class of a Learner overrides, compared to a base class."
+    return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(base, name)]
 
 
 def replaces_batch(learn: Learner) -> bool:

@@ -68,6 +68,8 @@ class Seams:
         self.wrapper: nn.Module | None = (
             None  # module that is called in training in place of the model
         )
+        # what a compiled step traces for a class with its own `train_batch`, a `TracedBatch`
+        self.traced: Any = None
         self.features: list[Any] = []  # further features; the first are the parts of the engine
 
     def take(

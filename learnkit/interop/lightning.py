@@ -20,6 +20,7 @@ from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.engine.pause import PausedState
 from learnkit.interop.adapter import CallbackAdapter, find_or_add
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
+from learnkit.interop.lightning_compile import TracedTraining
 from learnkit.interop.lightning_data import LoaderSource
 from learnkit.interop.lightning_flow import flow_as_lightning
 from learnkit.interop.lightning_host import TRANSFER_HOOKS, find_class_names
@@ -196,6 +197,7 @@ class LightningLearner(Learner):
             cbs=[host, *cbs],
             **options,
         )
+        self.seams.traced = TracedTraining(host, LightningLearner)
         if not host.trainer.is_independent:
             flow_as_lightning(self, host)
 

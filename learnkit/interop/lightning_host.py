@@ -97,6 +97,13 @@ class LightningHost(Callback):
             self._hooks[name] = *hooks, self.find_own(name)
         return self._hooks[name]
 
+    def name_hooks(self, name: str) -> list[str]:
+        "Return the names of the hooks of callbacks and of the module, each with its class."
+        before, last, own = self.find_hooks(name)
+        hooks = [*before, *last, *([] if own is None else [own])]
+        owners = [getattr(hook, '__self__', self.module) for hook in hooks]
+        return [f'{type(owner).__name__}.{name}' for owner in owners]
+
     def find_own(self, name: str) -> Any:
         "Return the hook that the module, or for the transfer of batches its data module, defines; or None."
         return own_hooks(self.find_owner(name), [name], LIGHTNING_BASES).get(name)

@@ -50,6 +50,8 @@ class LoggedValues:
         self.steps = LoggedSteps(host)  # what Lightning's loggers receive
         self.results: dict[str, Any] = {}  # of the last evaluation
         self.newest: dict[str, Tensor] = {}  # values of the current batch by their own names
+        # calls in a compiled `training_step`, which are logged after it; None outside of one
+        self.collected: list[tuple[str, Any, dict[str, Any]]] | None = None
 
     def log(
         self,
@@ -65,6 +67,19 @@ class LoggedValues:
         **unused: Any,  # `sync_dist`: values of an epoch are always of all processes
     ) -> None:
         "Log a value, as `LightningModule.log`."
+        if self.collected is not None:
+            options = {
+                'prog_bar': prog_bar,
+                'logger': logger,
+                'on_step': on_step,
+                'on_epoch': on_epoch,
+                'reduce_fx': reduce_fx,
+                'add_dataloader_idx': add_dataloader_idx,
+                'batch_size': batch_size,
+            }
+            kept = value.detach().clone() if isinstance(value, Tensor) else value
+            self.collected.append((name, kept, options))
+            return
         hook = self.host.hook_name
         by_step = hook in STEP_HOOKS
         if not by_step and hook not in EPOCH_HOOKS:
@@ -92,6 +107,23 @@ class LoggedValues:
             self._receive(entry, step_value, '_step' if entry['on_epoch'] else '', 1)
         if hook.endswith('epoch_end'):
             self._publish(entry)
+
+    def take_collected(self, pred: Any, loss: Tensor, state: dict[str, Any]) -> tuple[Any, Tensor]:
+        "Return what a compiled `training_step` has logged as an entry of a state."
+        state['logged'] = self.collected
+        self.collected = None
+        return pred, loss
+
+    def log_collected(self, calls: list[tuple[str, Any, dict[str, Any]]]) -> None:
+        "Log what a compiled `training_step` has logged."
+        with self.host.running('training_step'):
+            for name, value, options in calls:
+                self.log(name, value, **options)
+
+    def list_metrics(self) -> list[str]:
+        "Return the names of the values of training that are metrics of torchmetrics."
+        entries = self.entries.values()
+        return [e['name'] for e in entries if e['training'] and e['metric'] is not None]
 
     def forget(self) -> None:
         "Forget the values of the last run."

@@ -189,37 +189,73 @@ class Optimization:
         if not self.is_automatic:
             self.output = as_outputs(self.host.run_step('training_step'))
         elif self.accumulates():
-            self.compute_gradients()
+            self._choose(learn.seams.passes, self.run_passes)
         else:
-            [optimizer] = self.list_optimizers()
-            args = learn.epoch, learn.iter, optimizer, self.compute_gradients
-            self.host.fire_own('optimizer_step', lambda *a: a[2].step(a[3]), *args)
+            self._choose(learn.seams.batch, self.train_with_step)
             self.n_steps += 1
         if len(self._losses) > 1:
             learn.loss = torch.stack(self._losses).mean()
 
+    def _choose(self, compiled: Callable[[Any], None] | None, ordinary: Callable[[], None]) -> None:
+        "Call the function at a seam that `compile(step=True)` has taken, otherwise the ordinary one."
+        learn = self.host.learn
+        if compiled is None or learn.microbatch:
+            ordinary()
+        else:
+            compiled(learn)
+
+    def train_with_step(
+        self,
+        passes: Callable[[], Any] | None = None,  # compiled passes; None: `run_passes`
+    ) -> None:
+        "Train on the batch by the step of the optimizer, whose closure runs the passes."
+        learn = self.host.learn
+
+        @torch.enable_grad()
+        def compute_gradients() -> Any:
+            (passes or self.run_passes)()
+            return self.output.get('loss')
+
+        [optimizer] = self.list_optimizers()
+        args = learn.epoch, learn.iter, optimizer, compute_gradients
+        self.host.fire_own('optimizer_step', lambda *a: a[2].step(a[3]), *args)
+
     @torch.enable_grad()
-    def compute_gradients(self) -> Any:
-        "Run `training_step`, clear the gradients, and run the backward pass: the closure of a step."
+    def run_passes(self) -> None:
+        "Run `training_step`, clear the gradients, and run the backward pass, with their hooks."
         host = self.host
-        n = host.trainer.accumulate_grad_batches
         output = host.run_step('training_step')
         loss = output.get('loss') if isinstance(output, Mapping) else output
         if loss is None and output is not None:
             raise LossError('training_step() returned a dict without `loss`.')
+        self._note_output(output, loss)
+        if host.trainer.fit_loop._skip_backward:
+            return
+        self.clear_gradients()
+        if loss is not None:
+            self._backward(loss, loss / host.trainer.accumulate_grad_batches)
+
+    def _note_output(self, output: Any, loss: Tensor | None) -> None:
+        "Keep the result of `training_step` as `on_train_batch_end` gets it."
         self.output = {} if loss is None else as_outputs(output)
         if loss is not None:
-            self.output['loss'] = loss.detach() / n
-        if host.trainer.fit_loop._skip_backward:
-            return self.output.get('loss')
-        if host.learn.iter % n == 0:
-            [optimizer] = host.trainer.optimizers
-            host.fire('on_before_zero_grad', optimizer)
-            args = host.learn.epoch, host.learn.iter, optimizer
-            host.fire_own('optimizer_zero_grad', lambda *a: a[2].zero_grad(), *args)
-        if loss is not None:
-            self._backward(loss, loss / n)
-        return self.output.get('loss')
+            self.output['loss'] = loss.detach() / self.host.trainer.accumulate_grad_batches
+
+    def clear_gradients(self) -> None:
+        "Clear the gradients in the first batch of a step, with the hooks."
+        host = self.host
+        if host.learn.iter % host.trainer.accumulate_grad_batches:
+            return
+        [optimizer] = host.trainer.optimizers
+        host.fire('on_before_zero_grad', optimizer)
+        args = host.learn.epoch, host.learn.iter, optimizer
+        host.fire_own('optimizer_zero_grad', lambda *a: a[2].zero_grad(), *args)
+
+    def end_compiled_passes(self) -> None:
+        "Keep the results of compiled passes, which are the Learner's."
+        learn = self.host.learn
+        self._note_output(learn.pred, learn.loss)
+        self._losses.append(learn.loss)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         "Run the backward pass of a loss, as `LightningModule.manual_backward`."

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.training import clip_norm, clip_values
 from learnkit.core.batch import map_tensors
 from learnkit.core.errors import CancelEpochException, OptionError
 from learnkit.data.dataloaders import evaluation_loaders
@@ -59,6 +60,7 @@ REPLACED = {
     'LearningRateFinder': '`learn.lr_find()`',
     'ThroughputMonitor': 'the callback `SpeedMonitor`',
 }
+CLIP_NORM = partial(clip_norm, norm_type=2.0)
 OPTIMIZATION_METHODS = ('optimizers', 'lr_schedulers', 'manual_backward', 'clip_gradients')
 
 
@@ -80,6 +82,7 @@ class LightningRun(LightningHost):
         super().__init__(module)
         # hooks before the optimizers that were called already: 'all', 'module' or none
         self.set_up_by = ''
+        self._compiled_clip: Any = None  # function that clips the gradients in a compiled step
         self.predictions: list[Any] | None = None  # of the running prediction
         self.trainer = Trainer.of_learner(self, **options) if trainer is None else trainer
         self.logged = LoggedValues(self)
@@ -111,8 +114,40 @@ class LightningRun(LightningHost):
             is_needed = self.module is not None or any(self.find_hooks(name)[0] for name in names)
             if is_needed and event not in vars(self):
                 setattr(self, event, getattr(self, f'_{event}'))
+        if self.module is not None:
+            self.compiled_step = self._compiled_step
 
     # -- events of batches, bound by `bind_events` -------------------------------------------------
+
+    def _compiled_step(self) -> dict[str, Any]:
+        "Return the clipping of a compiled step, and what it does with the values that `training_step` logs."
+        functions: dict[str, Any] = {
+            'state': self._read_step_state,
+            'after_loss': self.logged.take_collected,
+            'finish': self._end_passes,
+        }
+        clip = self._compiled_clip = self._find_clip()
+        return functions | ({} if clip is None else {'before_step': clip})
+
+    def _find_clip(self) -> Any:
+        "Return the function that clips the gradients in a compiled step, or None."
+        trainer = self.trainer
+        if not trainer.gradient_clip_val:
+            return None
+        kind = trainer.gradient_clip_algorithm
+        return clip_values if getattr(kind, 'value', kind) == 'value' else CLIP_NORM
+
+    def _read_step_state(self) -> dict[str, Any] | None:
+        "Return the limit of the gradients; None if the backward pass is left out, or the clipping has changed."
+        trainer = self.trainer
+        if trainer.fit_loop._skip_backward or self._find_clip() is not self._compiled_clip:
+            return None
+        limit = float(trainer.gradient_clip_val or 0)
+        return {'max_norm': limit, 'max_value': limit} if limit else {}
+
+    def _end_passes(self, found: dict[str, Any]) -> None:
+        self.logged.log_collected(found['logged'])
+        self.optimization.end_compiled_passes()
 
     def _batch_stage(self) -> str:
         learn = self.learn

@@ -355,6 +355,44 @@ def test_what_cannot_be_compiled_runs_as_usual() -> None:
     assert 'Unsupported' in learn.explain_step() and 'ata-dependent' in learn.explain_step()
 
 
+class Nested(nn.Module):
+    "Returns tuples within a tuple, as an LSTM does."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.inner(x)
+        return out, (out.sigmoid(), [out.tanh()])
+
+
+def test_an_output_of_tuples_in_a_tuple() -> None:
+    plain, learn, backend = fit_both(
+        lambda: learner(Nested, lambda pred, y: (pred[0] - y).square().mean() + pred[1][0].mean())
+    )
+    assert distance(plain, learn) < 1e-6 and backend.calls == 19
+
+
+class Counter(Moody):
+    "Multiplies by the number of its calls, which would be compiled each time."
+
+    n_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n_calls += 1
+        out: Tensor = self.inner(x)
+        return out * (1 + 0.01 * self.n_calls)
+
+
+def test_a_step_that_changes_at_every_batch_is_given_up() -> None:
+    plain, learn, backend = fit_both(lambda: learner(Counter))
+    assert distance(plain, learn) < 1e-6 and learn.model.n_calls == 20
+    assert backend.graphs == backend.calls == 4
+    text = learn.explain_step()
+    assert text.startswith('The ordinary step runs') and 'model.n_calls == 4' in text
+
+
 def test_errors_of_model_and_data_come_out_as_usual() -> None:
     x = torch.randn(8, 8)
     good, bad = (x, x[:, :1]), (x[:, :3], x[:, :1])
