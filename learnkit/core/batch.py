@@ -247,6 +247,20 @@ def count_samples(
     return find_bs(learn.xb, learn.yb, size_func_of(learn))
 
 
+def list_sizes(
+    learn: Learner,  # Learner with a current batch
+) -> list[int]:  # one number, except for a batch of several loaders at once
+    """Return the number of samples that each loader has in this rank's current batch.
+
+    Loaders that have ended, and give None, are left out."""
+    form = getattr(learn, 'batch_form', None)
+    if form is None or not form.has_parts:
+        return [count_samples(learn)]
+    is_named = len(learn.xb) == 1 and isinstance(learn.xb[0], Mapping)
+    parts = learn.xb[0].values() if is_named else learn.xb
+    return [find_bs((part,)) for part in parts if part is not None]
+
+
 def batch_counter(
     learn: Learner,  # a Learner
 ) -> Callable[[Any], int]:

@@ -10,7 +10,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import count_samples
+from learnkit.core.batch import list_sizes
 from learnkit.core.device import empty_cache
 from learnkit.core.errors import (
     CancelBackwardException,
@@ -120,7 +120,7 @@ class Microbatches:
         return {'state': read_share, 'before_backward': scale_loss}
 
     def _find_size(self, learn: Learner) -> int:
-        n = count_samples(learn)
+        n = max(list_sizes(learn))
         return min(self.fitting_size or n, n)
 
     def _backward(self, learn: Learner) -> None:

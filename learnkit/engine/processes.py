@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learnkit.comm.ranks import has_joined
-from learnkit.core.batch import count_samples, describe, find_bs, microbatches, size_func_of
+from learnkit.core.batch import count_samples, describe, list_sizes, microbatches
 from learnkit.core.errors import BatchError
 from learnkit.core.validation import warn_user
 from learnkit.engine.resumed_run import ResumeState
@@ -46,12 +46,19 @@ class LocalBatch:
 
     def split(self, learn: Learner, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches of at most `size` samples."
-        n = find_bs(xb, yb, size_func_of(learn))
+        sizes = list_sizes(learn)
+        n = sizes[0]
         if n > size and learn.batch_form is not None and learn.batch_form.size_func is not None:
             raise BatchError(
                 f'The batch {describe((*xb, *yb))} has {n} samples, which are not along the first axis of the first '
                 'tensor: it cannot be split into microbatches. Let the loader yield batches (B, T, ...), or accumulate '
                 'smaller ones with `GradientAccumulation`.'
+            )
+        if max(sizes) > size and min(sizes) < max(sizes):
+            raise BatchError(
+                f'The loaders gave batches of {" and ".join(map(str, sizes))} samples, which cannot be split into '
+                'microbatches together. Give them one batch size and drop_last=True, or accumulate smaller batches '
+                'with `GradientAccumulation`.'
             )
         return microbatches(xb, yb, size, n)
 

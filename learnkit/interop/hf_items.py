@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,13 @@ from torch import Tensor
 from learnkit.core.batch import find_bs, size_func_of
 from learnkit.core.denominator import Tokens, find_model_denominator
 from learnkit.core.model import bare_model
-from learnkit.engine.loss import compute_batch_loss
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
 
-HOLDER = 'callbacks of the Trainer'
-
 
 class ItemLoss:
-    """Scale a model's own loss to the Trainer's, and weight batches by the number of items.
+    """Pass a model the number of items of its batch, by which it divides its loss, and weight batches by it.
 
     The Trainer divides the sum over the tokens by the number of labels that are not -100. It leaves out the first label
     of each row, as the model does, if the model's `loss_type` says that the model predicts the next token. From other
@@ -31,29 +29,33 @@ class ItemLoss:
 
     def __init__(self, learn: Learner) -> None:
         self.learn = learn
-        self.own = find_model_denominator(learn.model)
         self.items = Tokens(is_shifted=_is_shifted_in_trainer(learn.model))
         self._weight_func = learn.weight_func
-        self._before = learn.seams.take_free(HOLDER, loss=self.compute)
+        self._hook = bare_model(learn.model).register_forward_pre_hook(
+            partial(pass_items, self.items), with_kwargs=True
+        )
         learn.weight_func = self.weigh
 
     def restore(self) -> None:
-        "Give the loss and the weights of the Learner back."
+        "Give the weights of the Learner back, and pass nothing."
         self.learn.weight_func = self._weight_func
-        self.learn.seams.give_back(self._before)
-
-    def compute(self, learn: Learner, output: Any) -> Any:
-        "Return the loss of a batch: the sum over its tokens, divided by its number of items."
-        loss = compute_batch_loss(learn, output)
-        n_tokens, n_items = self.own.count(learn.yb), self.items.count(learn.yb)
-        if loss is None or n_items is None:
-            return loss
-        return loss * (n_tokens / n_items)
+        self._hook.remove()
 
     def weigh(self, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch: its items in training, its samples in an evaluation."
         n = self.items.count(yb) if self.learn.training else None
         return find_bs(xb, yb, size_func_of(self.learn)) if n is None else n
+
+
+def pass_items(
+    items: Tokens,
+    model: Any,
+    args: Any,
+    kwargs: dict[str, Any],  # arguments of the model by name
+) -> tuple[Any, dict[str, Any]]:
+    "Add the number of items of labels to the arguments of a model."
+    n = None if kwargs.get('labels') is None else items.count((kwargs['labels'],))
+    return args, kwargs if n is None else {'num_items_in_batch': n, **kwargs}
 
 
 def counts_items(learn: Learner) -> bool:

@@ -25,7 +25,7 @@ from learnkit.interop.lightning_data import LoaderSource
 from learnkit.interop.lightning_flow import flow_as_lightning
 from learnkit.interop.lightning_host import TRANSFER_HOOKS, find_class_names
 from learnkit.interop.lightning_run import HOOKS, REPLACED, LightningRun
-from learnkit.interop.lightning_trainer import Trainer as Trainer
+from learnkit.interop.lightning_trainer import Trainer as Trainer, list_own_callbacks
 from learnkit.learner import Learner
 
 TRAINER_OPTIONS = (
@@ -104,9 +104,7 @@ def from_lightning(
 def make_learner(module: nn.Module, dls: Any, cbs: Any, options: dict[str, Any]) -> Learner:
     "Return the Learner of a module that has no Trainer of its own."
     check_module(module, options)
-    own = own_hooks(module, ['configure_callbacks'], LIGHTNING_BASES)
-    added = as_list(own.get('configure_callbacks', list)())
-    adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *added]]
+    adapted = [as_learnkit(cb) for cb in [*as_list(cbs), *list_own_callbacks(module)]]
     check_source(dls)
     given = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
     host = LightningRun(module, **given)

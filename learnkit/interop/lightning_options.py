@@ -111,6 +111,17 @@ def read_device(accelerator: Any, devices: Any) -> torch.device:
     return torch.device(kind, int(numbers[0]))
 
 
+def check_alone(
+    n: Any,  # number of processes that train together
+) -> None:
+    "Raise `OptionError` if a Trainer would run in one of several processes."
+    if str(n) != '1':
+        raise OptionError(
+            f'A Trainer runs in one process, and this is one of {n}. Take `learn = from_lightning(module, data)` '
+            'without a Trainer, and put `with learn.distributed():` around `learn.fit(n)`.'
+        )
+
+
 def check_strategy(strategy: Any) -> None:
     "Raise `OptionError` for a strategy that a run on one device does not have."
     if strategy not in STRATEGIES:

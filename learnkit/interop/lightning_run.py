@@ -36,6 +36,7 @@ from learnkit.interop.lightning_host import LightningHost
 from learnkit.interop.lightning_log import EPOCH_HOOKS, STEP_HOOKS, LoggedValues
 from learnkit.interop.lightning_loggers import log_hyperparams
 from learnkit.interop.lightning_optim import Optimization
+from learnkit.interop.lightning_options import check_alone
 from learnkit.interop.lightning_trainer import Trainer
 
 HOOKS = (
@@ -249,9 +250,11 @@ class LightningRun(LightningHost):
             self.logged.forget()
         if not learn.fitting:
             return
-        self.is_over = False
-        learn.epoch = self.trainer.first_epoch
         trainer = self.trainer
+        if not trainer.is_independent:
+            check_alone(learn.world.size)
+        self.is_over = False
+        learn.epoch = trainer.first_epoch
         has_length = trainer.num_training_batches != math.inf or not trainer.is_independent
         if trainer.accumulate_grad_batches > 1 and not has_length:
             raise OptionError('accumulate_grad_batches needs a training loader with a length.')

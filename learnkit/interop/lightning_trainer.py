@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zipfile import is_zipfile
 
@@ -23,12 +22,12 @@ from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time
-from learnkit.data.dataloaders import DataLoaders, evaluation_loaders, n_batches
+from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
-from learnkit.engine.lengths import find_length
 from learnkit.interop.hooks import LIGHTNING_BASES, own_hooks
-from learnkit.interop.lightning_data import KINDS, LoaderSource, flatten_loaders
+from learnkit.interop.lightning_attributes import TrainerAttributes
+from learnkit.interop.lightning_data import KINDS, LoaderSource
 from learnkit.interop.lightning_files import (
     dump_checkpoint,
     find_first_epoch,
@@ -39,9 +38,9 @@ from learnkit.interop.lightning_host import LightningHost, find_class_names
 from learnkit.interop.lightning_loggers import open_loggers
 from learnkit.interop.lightning_options import (
     PROFILERS,
+    check_alone,
     check_refused,
     check_strategy,
-    limit_batches,
     make_default,
     read_device,
     read_epochs,
@@ -56,7 +55,6 @@ from learnkit.interop.lightning_views import (
     LoggerView,
     PrecisionView,
     Strategy,
-    View,
 )
 
 # options that are attributes as they are given
@@ -71,13 +69,14 @@ LIMITS = (
 )
 
 
-class Trainer(View):
+class Trainer(TrainerAttributes):
     """Train a LightningModule as `lightning.Trainer` does, with the options and methods of that class.
 
     A script changes one import. Random numbers are drawn in Lightning's order, so weights are equal bit for bit.
     `trainer.learn` is the Learner that trains: exact resume, `rewind`, `pause` and `first_difference` come with it.
     Options without an effect here raise an error: `plugins`, `num_nodes`, `sync_batchnorm`, `model_registry`,
-    `barebones`, and several devices in one process.
+    `barebones`, and several devices. In several processes, `from_lightning(module, data)` and `learn.distributed()`
+    train the module.
 
     With `resume=True`, the fit writes a checkpoint after every epoch, and the same script continues a killed run at the
     exact batch. A callback `Checkpoint(every='500ba')` sets another interval. Lightning's own loggers, progress bars,
@@ -169,7 +168,7 @@ class Trainer(View):
         self.root_dir = None if default_root_dir is None else as_local_path(default_root_dir)
         self._callbacks: list[Any] | None = [*as_list(callbacks)]
         self._add_callbacks(enable_checkpointing, enable_model_summary, max_time)
-        self.max_epochs = read_epochs(max_epochs, max_steps, bool(self._list_kind('Timer')))
+        self.max_epochs = read_epochs(max_epochs, max_steps, bool(self.list_kind('Timer')))
         self.profiler = make_profiler(profiler)
         self.loggers = self._make_loggers(logger)
         self._shorten()
@@ -212,11 +211,6 @@ class Trainer(View):
         trainer.max_epochs = -1
         return trainer
 
-    @property
-    def is_independent(self) -> bool:
-        "True if the Learner was made without a Trainer: evaluations leave no trace in its training."
-        return self._callbacks is None
-
     # -- options -----------------------------------------------------------------------------------
 
     def _add_callbacks(
@@ -235,12 +229,12 @@ class Trainer(View):
         added = []
         if not has_checkpoint and checkpointing is not False:
             added.append(make_default('callbacks.ModelCheckpoint'))
-        if max_time is not None and not self._list_kind('Timer'):
+        if max_time is not None and not self.list_kind('Timer'):
             timer = make_default('callbacks.Timer', duration=max_time, interval='step')
             if timer is None:
                 raise OptionError('Trainer(max_time=...) needs Lightning: use `learn.fit("2h")`.')
             added.append(timer)
-        if summary is not False and not self._list_kind('ModelSummary'):
+        if summary is not False and not self.list_kind('ModelSummary'):
             added.append(make_default('callbacks.ModelSummary'))
         assert self._callbacks is not None
         self._callbacks = sort_callbacks([*self._callbacks, *filter(None, added)])
@@ -333,8 +327,7 @@ class Trainer(View):
         if verbose and self.is_global_zero:
             for values in results:
                 print('\n'.join(f'{name:>25}  {value}' for name, value in values.items()))
-        self.host.end(self.fn)
-        self.fn = None
+        self._end()
         return results
 
     def predict(
@@ -350,8 +343,7 @@ class Trainer(View):
         named = self._begin('predict', model, dataloaders, datamodule, ckpt_path)
         with self._settings():
             predicted = self.host.predict(named, return_predictions is not False)
-        self.host.end(self.fn)
-        self.fn = None
+        self._end()
         if return_predictions is False:
             return None
         return predicted[0] if len(predicted) == 1 else predicted
@@ -376,6 +368,7 @@ class Trainer(View):
 
     def _connect(self, fn: str, module: nn.Module, datamodule: Any, **given: Any) -> LoaderSource:
         "Connect a module and its data: call the hooks before the loaders are asked for."
+        check_alone(os.environ.get('WORLD_SIZE', '1'))
         module = getattr(module, '_orig_mod', module)  # of torch.compile
         for kind, loader in given.items():
             if hasattr(loader, f'{kind}_dataloader'):
@@ -387,7 +380,7 @@ class Trainer(View):
             # these modules import this one
             run = import_module('learnkit.interop.lightning_run')
             self.host = run.LightningRun(module, trainer=self)
-            self.first_epoch = 0 if before is None else self.n_epochs_done_of(before)
+            self.first_epoch = 0 if before is None else count_epochs(before)
             self._validation_epoch = self.first_epoch
             if before is not None:
                 self.host.continue_counts(before)
@@ -402,17 +395,9 @@ class Trainer(View):
         self.host.begin(fn)
         return self.source
 
-    def n_epochs_done_of(self, host: Any) -> int:
-        "Return the number of epochs that an earlier fit of the module has trained."
-        n: int = host.learn.epoch + host.is_over if host.learn is not None else 0
-        return n
-
     def _merge_callbacks(self, module: nn.Module) -> None:
         "Add the callbacks of the module, which replace those of their class."
-        hook = own_hooks(module, ['configure_callbacks'], LIGHTNING_BASES).get(
-            'configure_callbacks'
-        )
-        own = as_list(hook()) if hook is not None else []
+        own = list_own_callbacks(module)
         assert self._callbacks is not None
         replaced = tuple(
             type(cb) for cb in self._callbacks if any(isinstance(o, type(cb)) for o in own)
@@ -424,7 +409,7 @@ class Trainer(View):
         """Return the loaders of a fit.
 
         The validation loaders are asked for first if some batches are evaluated before the fit, as in Lightning."""
-        has_valid = self._has_validation and source.has('val')
+        has_valid = self.has_validation and source.has('val')
         valid: dict[str, Any] = {}
         if has_valid and self.num_sanity_val_steps:
             with preserved_rng():
@@ -433,12 +418,6 @@ class Trainer(View):
         if has_valid and not valid:
             valid = source.list_named('val')
         return DataLoaders(train, valid or None)
-
-    @property
-    def _has_validation(self) -> bool:
-        return self.limit_val_batches != 0 and callable(
-            own_hooks(self.host.module, ['validation_step'], LIGHTNING_BASES).get('validation_step')
-        )
 
     def make_learner(
         self, module: nn.Module, dls: Any, cbs: Any, options: Mapping[str, Any]
@@ -509,12 +488,6 @@ class Trainer(View):
         if self.active_profiler is not None:
             self.active_profiler.describe()
 
-    @property
-    def active_profiler(self) -> Any:
-        "The profiler, unless it measures nothing."
-        is_passing = self.profiler is None or type(self.profiler).__name__ == 'PassThroughProfiler'
-        return None if is_passing else self.profiler
-
     def reload_loaders(self) -> None:
         "Ask for the training loader again, if its epochs have passed."
         learn, every = self.learn, self.reload_dataloaders_every_n_epochs
@@ -536,293 +509,10 @@ class Trainer(View):
     def open_loggers(self) -> None:
         open_loggers(self.own_loggers)
 
-    @property
-    def own_loggers(self) -> list[Any]:
-        "The loggers that are not views of the Learner's."
-        return [logger for logger in self.loggers if not isinstance(logger, (LoggerView, Callback))]
-
     def take_checkpoint(self) -> Mapping[str, Any] | None:
         "Return the checkpoint of Lightning that the fit continues, once."
         checkpoint, self._checkpoint = self._checkpoint, None
         return checkpoint
-
-    # -- what the Learner and its parts have under other names -------------------------------------
-
-    @property
-    def learn(self) -> Any:
-        "The Learner that trains; None until its loaders are made."
-        return None if self.host is None else self.host.learn
-
-    callback_metrics = property(attrgetter('host.logged.callback_metrics'))
-    logged_metrics = property(attrgetter('host.logged.logged_metrics'))
-    progress_bar_metrics = property(attrgetter('host.logged.progress_bar_metrics'))
-    lr_scheduler_configs = property(attrgetter('host.optimization.configs'))
-    is_last_batch = property(attrgetter('host.is_last_batch'))
-    world_size = num_devices = property(attrgetter('world.size'))
-    global_rank = local_rank = property(attrgetter('world.rank'))
-    is_global_zero = property(attrgetter('world.is_first'))
-
-    @property
-    def model(self) -> Any:
-        own = None if self.host is None else self.host.module
-        return self.learn.model if own is None else own
-
-    lightning_module = model
-
-    @property
-    def datamodule(self) -> Any:
-        return None if self.source is None else self.source.datamodule
-
-    @property
-    def precision(self) -> str:
-        return self.precision_option.name
-
-    @property
-    def accelerator(self) -> SimpleNamespace:
-        return SimpleNamespace(name=self.strategy.root_device.type)
-
-    @property
-    def device_ids(self) -> list[int]:
-        return [self.strategy.root_device.index or 0]
-
-    # -- progress ----------------------------------------------------------------------------------
-
-    @property
-    def current_epoch(self) -> int:
-        host = self.host
-        if host is None or host.learn is None:
-            return 0 if host is None else self.first_epoch
-        return int(host.learn.epoch + host.is_over)
-
-    @property
-    def n_epochs_done(self) -> int:
-        "Number of epochs whose training has ended."
-        host = self.host
-        if host is None or host.learn is None:
-            return 0
-        return int(host.learn.epoch + (host.is_over or not host.is_in_epoch))
-
-    @property
-    def global_step(self) -> int:
-        host = self.host
-        if host is None:
-            return 0
-        is_own = host.module is not None
-        return int(host.optimization.n_steps if is_own else host.learn.finished('st'))
-
-    @property
-    def should_stop(self) -> bool:
-        is_stopping = self.learn is not None and self.learn.run.stopping
-        return self._should_stop or (self.is_independent and is_stopping)
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self._should_stop = value
-        if value:
-            self.stop_if_due()
-
-    @property
-    def is_trained(self) -> bool:
-        "True if earlier fits have trained all epochs."
-        return self.first_epoch > 0 and 0 <= self.max_epochs <= self.first_epoch
-
-    @property
-    def is_stop_due(self) -> bool:
-        "True if a callback has asked for the end, and the least numbers of epochs and steps are trained."
-        has_epochs = self.n_epochs_done >= (self.min_epochs or 0)
-        return self._should_stop and has_epochs and self.global_step >= (self.min_steps or 0)
-
-    @property
-    def is_over(self) -> bool:
-        "True if a limit of steps or a callback ends the fit behind the current batch."
-        return self.is_stop_due or self.global_step >= self.max_steps != -1
-
-    def stop_if_due(self) -> None:
-        "End the fit behind the current batch or epoch, if it is to end."
-        learn = self.learn
-        if learn is not None and learn.fitting and self.is_over:
-            learn.stop()
-
-    @property
-    def state(self) -> SimpleNamespace:
-        "Function and stage: 'fit', 'validate', 'test', 'predict', and 'train' as a stage; None outside of a run."
-        learn, fn = self.learn, self.fn
-        stage = {'validation': 'validate', 'test': 'test'}.get(
-            '' if learn is None else self.host.stage
-        )
-        if self.sanity_checking:
-            stage = 'sanity_check'
-        if learn is not None and learn.phase == 'predict':
-            fn = stage = 'predict'
-        elif learn is not None and learn.fitting:
-            fn, stage = 'fit', stage or 'train'
-        elif self.is_independent:
-            fn = stage
-        status = 'finished' if fn is None else 'running'
-        return SimpleNamespace(fn=fn, stage=stage or fn, status=status, finished=fn is None)
-
-    training = property(lambda self: self.state.stage in ('train', 'fit'))
-    validating = property(lambda self: self.state.stage == 'validate')
-    testing = property(lambda self: self.state.stage == 'test')
-    predicting = property(lambda self: self.state.stage == 'predict')
-    evaluating = property(lambda self: self.validating or self.testing)
-
-    # -- loaders -----------------------------------------------------------------------------------
-
-    @property
-    def train_dataloader(self) -> Any:
-        if self.learn is not None:
-            return self.learn.dls.train
-        return None if self.source is None else self.source.get('train')
-
-    @property
-    def val_dataloaders(self) -> Any:
-        if self.learn is None:
-            return None if self.source is None else self.source.get('val')
-        loaders = [dl for _, dl in evaluation_loaders(self.learn.dls)]
-        return loaders[0] if len(loaders) == 1 else loaders
-
-    test_dataloaders = property(lambda self: self._find_loaders('test'))
-    predict_dataloaders = property(lambda self: self._find_loaders('predict'))
-
-    def _find_loaders(self, kind: str) -> Any:
-        return None if self.source is None else self.source.get(kind)
-
-    @property
-    def num_training_batches(self) -> float:
-        learn = self.learn
-        if learn is not None:
-            return self._length(learn.dls.train)
-        return self._count('train', self.limit_train_batches)[0]
-
-    @property
-    def num_val_batches(self) -> list[float]:
-        if self.learn is not None and self.fn in (None, 'fit'):
-            return [self._length(dl) for _, dl in evaluation_loaders(self.learn.dls)]
-        return self._count('val', self.limit_val_batches)
-
-    @property
-    def num_test_batches(self) -> list[float]:
-        return self._count('test', self.limit_test_batches)
-
-    @property
-    def num_sanity_val_batches(self) -> list[float]:
-        return [min(n, self.num_sanity_val_steps) for n in self.num_val_batches]
-
-    @property
-    def num_predict_batches(self) -> list[float]:
-        learn = self.learn
-        if self.source is not None and self.source.has('predict'):
-            return self._count('predict', self.limit_predict_batches)
-        return [math.inf if learn is None or learn.n_iter is None else learn.n_iter]
-
-    def _count(self, kind: str, limit: int | float) -> list[float]:
-        "Return the numbers of batches of loaders that no Learner has."
-        found = [] if self.source is None else flatten_loaders(self.source.get(kind))
-        lengths = [n_batches(dl) for dl in found]
-        return [
-            limit_batches(f'limit_{kind}_batches', math.inf if n is None else n, limit)
-            for n in lengths
-        ]
-
-    def _length(self, dl: Any) -> float:
-        n = find_length(self.learn, dl)
-        return math.inf if n is None else n
-
-    @property
-    def val_check_batch(self) -> float:
-        "Number of batches between two evaluations; infinite for the end of a loader without a length."
-        every = self.val_check_interval
-        if isinstance(every, int):
-            return every
-        n = self.num_training_batches
-        return n if n == math.inf else max(1, int(n * every))
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        "Number of optimizer steps of the fit."
-        self.host.has_estimated = True
-        limit = math.inf if self.max_steps == -1 else self.max_steps
-        if self.max_epochs == -1 or self.num_training_batches == math.inf:
-            return limit
-        n_steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        return min(limit, n_steps * self.max_epochs)
-
-    @property
-    def enable_validation(self) -> bool:
-        if self.learn is None:
-            return self.source is not None and self._has_validation and self.source.has('val')
-        return bool(evaluation_loaders(self.learn.dls))
-
-    # -- parts -------------------------------------------------------------------------------------
-
-    @property
-    def default_root_dir(self) -> str:
-        if self.is_independent:
-            return str(self.learn.path)
-        return str(Path.cwd() if self.root_dir is None else self.root_dir)
-
-    @property
-    def logger(self) -> Any:
-        return next(iter(self.loggers), None)
-
-    @logger.setter
-    def logger(self, logger: Any) -> None:
-        self.loggers = as_list(logger)
-
-    @property
-    def log_dir(self) -> str | None:
-        logger = self.logger
-        if logger is None:
-            return self.default_root_dir
-        is_folder = isinstance(logger, LoggerView) or hasattr(logger, 'log_dir')
-        found: str | None = logger.log_dir if is_folder else logger.save_dir
-        return found
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        opt = None if self.learn is None else self.learn.opt
-        return [] if opt is None else list(opt.optimizers.values())
-
-    @optimizers.setter
-    def optimizers(self, optimizers: Any) -> None:
-        self.host.optimization.replace(as_list(optimizers))
-
-    @property
-    def callbacks(self) -> list[Any]:
-        return self.host.list_callbacks() if self._callbacks is None else self._callbacks
-
-    @callbacks.setter
-    def callbacks(self, callbacks: list[Any]) -> None:
-        self._callbacks = callbacks
-
-    def _list_kind(self, name: str) -> list[Any]:
-        "Return the callbacks with a class of Lightning of this name."
-        return [cb for cb in self.callbacks if name in find_class_names(cb)]
-
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        return self._list_kind('Checkpoint')
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        return self._list_kind('EarlyStopping')
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def progress_bar_callback(self) -> Any:
-        return next(iter(self._list_kind('ProgressBar')), None)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self.is_global_zero:
-            print(*args, **kwargs)
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool = False, **unused: Any
@@ -833,9 +523,16 @@ class Trainer(View):
             torch.save(dump_checkpoint(self, bool(weights_only)), filepath)
         self.strategy.barrier()
 
-    def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
-        "Return the contents of a checkpoint of Lightning."
-        return dump_checkpoint(self, weights_only)
+
+def list_own_callbacks(module: nn.Module) -> list[Any]:
+    "Return the callbacks that a module brings."
+    hooks = own_hooks(module, ['configure_callbacks'], LIGHTNING_BASES)
+    return as_list(hooks.get('configure_callbacks', list)())
+
+
+def count_epochs(host: LightningHost) -> int:
+    "Return the number of epochs that an earlier fit of the module has trained."
+    return 0 if host.learn is None else int(host.learn.epoch + host.is_over)
 
 
 def sort_callbacks(callbacks: list[Any]) -> list[Any]:

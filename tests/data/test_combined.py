@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit import SGD, Callback, CombinedLoader, DataLoaders, Learner, TensorLoader
-from learnkit.core.errors import EmptyLoaderError, LoaderError
+from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import n_batches
 from tests.helpers.resuming import check_every_place
 
@@ -297,6 +297,66 @@ def test_an_endless_weighted_stream_is_cut_into_epochs_and_resumes() -> None:
 
     assert make().dls.batch_form().has_parts is False
     check_every_place(make)
+
+
+class TwoLines(nn.Module):
+    "A line for each of two loaders."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 1, bias=False)
+        self.b = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(self.a.weight, 0.5)
+        nn.init.constant_(self.b.weight, -0.5)
+
+    def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        return {'a': self.a(a), 'b': self.b(b)}
+
+
+def make_two_lines(n_a: int, n_b: int, **options: Any) -> Learner:
+    "Return a Learner of two loaders with batches of `n_a` and `n_b` samples."
+    g = torch.Generator().manual_seed(0)
+    sizes = {'a': n_a, 'b': n_b}
+    loaders = {
+        name: TensorLoader(
+            torch.randn(2 * n, 2, generator=g), torch.randn(2 * n, 1, generator=g), bs=n
+        )
+        for name, n in sizes.items()
+    }
+
+    def loss_func(preds: Any, targets: Any) -> Tensor:
+        return sum((preds[k] - targets[k]).pow(2).mean() for k in sizes)  # type: ignore[return-value]
+
+    return Learner(CombinedLoader(loaders), TwoLines(), loss_func, SGD, 0.1, **options)
+
+
+@pytest.mark.parametrize('microbatch', [2, 3, 'auto'])
+def test_microbatches_of_loaders_with_equal_batches_train_as_whole_batches(microbatch: Any) -> None:
+    whole = make_two_lines(6, 6)
+    parts = make_two_lines(6, 6, microbatch=microbatch)
+    for learn in (whole, parts):
+        learn.fit(2)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(('n_a', 'n_b'), [(6, 4), (4, 6), (2, 6), (6, 2)])
+def test_microbatches_of_loaders_with_different_batches_are_an_error(n_a: int, n_b: int) -> None:
+    learn = make_two_lines(n_a, n_b, microbatch=3)
+    for _ in range(2):
+        with pytest.raises(BatchError, match=f'{n_a} and {n_b} samples'):
+            learn.fit(1)
+        assert learn.model.a.weight.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize('microbatch', [6, 'auto'])
+def test_batches_of_different_sizes_that_fit_are_trained_whole(microbatch: Any) -> None:
+    whole = make_two_lines(2, 6)
+    fitting = make_two_lines(2, 6, microbatch=microbatch)
+    for learn in (whole, fitting):
+        learn.fit(1)
+    assert torch.equal(whole.model.a.weight, fitting.model.a.weight)
+    assert torch.equal(whole.model.b.weight, fitting.model.b.weight)
 
 
 def test_validation_and_predictions_of_several_loaders() -> None:

@@ -352,7 +352,7 @@ WORKING: dict[str, tuple[Any, Callable[[Any], bool]]] = {
     'log_every_n_steps': (3, lambda t: t.log_every_n_steps == 3),
     'enable_checkpointing': (False, lambda t: t.checkpoint_callback is None),
     'enable_progress_bar': (False, lambda t: t.progress_bar_callback is None),
-    'enable_model_summary': (False, lambda t: not t._list_kind('ModelSummary')),
+    'enable_model_summary': (False, lambda t: not t.list_kind('ModelSummary')),
     'accumulate_grad_batches': (2, lambda t: t.global_step == 6),
     'gradient_clip_val': (0.1, lambda t: t.gradient_clip_val == 0.1),
     'gradient_clip_algorithm': ('value', lambda t: t.gradient_clip_algorithm == 'value'),
@@ -439,6 +439,22 @@ def test_errors_say_what_to_pass() -> None:
         Trainer(**QUIET).fit(Module(), load(8), ckpt_path='best')
     with pytest.raises(AttributeError, match='after the hook `setup`'):
         _ = Trainer(**QUIET).callback_metrics
+
+
+@pytest.mark.parametrize('fn', ['fit', 'validate', 'test', 'predict'])
+def test_one_of_several_processes_is_an_error(fn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    trainer = Trainer(max_epochs=1, **QUIET)
+    module = Module()
+    for _ in range(2):
+        with pytest.raises(OptionError, match='one of 2'):
+            getattr(trainer, fn)(module, load(8))
+    with pytest.raises(OptionError, match='one of 2'):
+        from_lightning(module, load(8), trainer=trainer)
+    assert trainer.learn is None
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    trainer.fit(module, load(8))
+    assert trainer.global_step == 1
 
 
 def test_continues_a_checkpoint_of_lightning(tmp_path: Path) -> None:
