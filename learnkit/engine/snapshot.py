@@ -22,6 +22,7 @@ from learnkit.comm.dtensor import reshard
 from learnkit.core.errors import CancelBatchException
 from learnkit.core.interrupts import run_all
 from learnkit.core.model import copy_extra_state, has_extra_state, has_lazy_tensors
+from learnkit.core.plain import has_parts
 from learnkit.core.random import preserved_rng, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
@@ -127,6 +128,8 @@ class Snapshot:
             return  # it has no values yet
         grad = t.grad if t.is_leaf else None
         self._enqueue([grad, *vars(t).values()])
+        if has_parts(t):
+            return  # its parts, which are attributes, are written back
         value = t.detach()
         copy = value.to('cpu', copy=True) if self._on_host else value.clone()
         step = partial(_rewrite_tensor, t, copy, t.device, t.requires_grad, grad, self._skip_equal)
