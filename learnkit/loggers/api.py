@@ -72,6 +72,6 @@ def log_text(
 def _active_loggers(learn: Learner) -> list[Logger]:
     "Return the loggers of a Learner, or an empty list in an evaluation or prediction outside of a fit."
     learn = learn.learn if isinstance(learn, Callback) else learn
-    if learn.run.depth and not learn.fitting:
+    if learn.run.kind and not learn.fitting:  # a block `with learn:` is of no kind
         return []
     return [cb for cb in learn.cbs if isinstance(cb, Logger)]
