@@ -180,7 +180,7 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
             name: to_device(_reduce([sd['states'][name] for sd in found], how), m.device)
             for name, how in m._reductions.items()
         }
-        set_states(m, merged, sum(sd['n_updates'] for sd in found))
+        set_states(m, {'states': merged, 'n_updates': sum(sd['n_updates'] for sd in found)})
         m.distributed_available_fn = noop  # the states are merged already
 
 
