@@ -11,7 +11,7 @@ from typing import Any
 from learnkit.core import validation
 from learnkit.core.errors import LearnkitError
 from tests.helpers.forks import HarnessError, Planned, start
-from tests.sweeps.verdicts import Subject, Verdict, find_version, shorten
+from tests.sweeps.verdicts import Subject, Verdict, count_libraries, find_version, shorten
 
 EQUAL = 'equal'
 NAMED = 'named'  # a typed error or a warning, or the loop by hand fails too
@@ -24,6 +24,10 @@ Claim = Callable[[Subject, Path], list[str]]
 
 class Inapplicable(Exception):
     "Raised by a claim that a loop by hand does not fulfil either; the message is the reason."
+
+
+class NothingToTry(Exception):
+    "Raised by a claim that says nothing about a subject; there is no verdict."
 
 
 def by_hand(run: Callable[[], Any]) -> Any:
@@ -91,7 +95,10 @@ def _judge_all(
     for claim, check in claims.items():
         own = folder / claim.replace(' ', '_')
         own.mkdir()
-        found.append((claim, *judge_claim(partial(check, subject, own))))
+        try:
+            found.append((claim, *judge_claim(partial(check, subject, own))))
+        except NothingToTry:
+            continue
     return found
 
 
@@ -106,6 +113,8 @@ def judge_claim(check: Callable[[], list[str]]) -> tuple[str, str]:
     validation.warn = note_warning  # type: ignore[assignment]
     try:
         differing = check()
+    except NothingToTry:
+        raise
     except Inapplicable as e:
         return NAMED, str(e)
     except LearnkitError as e:
@@ -136,7 +145,7 @@ def count_claims(verdicts: Sequence[Verdict], what: str) -> str:
     n_equal = sum(set(found) == {EQUAL} for found in subjects.values())
     n_libraries = len({library for library, _ in subjects})
     return (
-        f'{len(subjects)} {what}, {n_libraries} libraries: {n_equal} equal in every claim. '
+        f'{len(subjects)} {what}, {count_libraries(n_libraries)}: {n_equal} equal in every claim. '
         f'Of {len(kinds)} verdicts: {counts}.'
     )
 
