@@ -143,7 +143,7 @@ def count_claims(verdicts: Sequence[Verdict], what: str) -> str:
     kinds = [verdict.verdict for verdict in verdicts]
     counts = ', '.join(f'{kinds.count(kind)} {kind}' for kind in KINDS if kind in kinds)
     n_equal = sum(set(found) == {EQUAL} for found in subjects.values())
-    n_libraries = len({library for library, _ in subjects})
+    n_libraries = len({library for library, _ in subjects} - {''})
     return (
         f'{len(subjects)} {what}, {count_libraries(n_libraries)}: {n_equal} equal in every claim. '
         f'Of {len(kinds)} verdicts: {counts}.'
@@ -161,7 +161,8 @@ def make_claims_table(verdicts: Sequence[Verdict], head: str) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for (library, version, title), reasons in outcomes.items():
         cells = [f'{", ".join(claims)} {reason}' for reason, claims in reasons.items()]
-        rows.setdefault((f'{library} {version}', '; '.join(cells) or EQUAL), []).append(title)
+        name = f'{library} {version}' if library else 'no library'
+        rows.setdefault((name, '; '.join(cells) or EQUAL), []).append(title)
     lines = [f'| library | {head} | verdict |', '|---|---|---|']
     lines += [f'| {library} | {", ".join(t)} | {found} |' for (library, found), t in rows.items()]
     return '\n'.join(lines)

@@ -275,8 +275,9 @@ def check_two_runs(subject: Subject, folder: Path) -> list[str]:
 
 
 CLAIMS: dict[str, Claim] = {
-    'steps and values': check_values,
+    # first, before the process has a service of W&B, which forked processes would share
     'kill and resume': check_resume,
+    'steps and values': check_values,
     'hyperparameters': check_params,
     'images': check_images,
     'NaN and infinity': check_nan,
