@@ -165,6 +165,11 @@ def _merge_by_itself(o: Any, states: list[dict[str, Any]]) -> None:
         rank.to(o.device)
     o.load_state_dict(ranks[0].state_dict())
     o.merge_state(ranks[1:])
+    # kept in lists, values of batches are in the order of one process
+    names = [name for name, value in states[0].items() if isinstance(value, list)]
+    kept = {name: interleave(state[name] for state in states) for name in names}
+    o.load_state_dict({**o.state_dict(), **kept})
+    o.to(o.device)
 
 
 # -- torchmetrics ----------------------------------------------------------------------------------
