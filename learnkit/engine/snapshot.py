@@ -194,9 +194,10 @@ def initialize_lazy(learn: Learner) -> None:
 
 @contextmanager
 def preserved_forward(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of a context what forward passes of a model can change; its parameters are not copied.
+    """Restore at the end of a context what forward passes of a model can change.
 
-    These are buffers, extra state, modes, attributes and random generators of all modules, and the global generators.
+    These are buffers, extra state, modes, attributes and random generators of all modules, the global generators, and
+    the weights of embeddings with `max_norm`, which a forward pass scales; no other parameter is copied.
     Every forward pass that the package adds to training runs in this context.
 
     >>> norm = nn.BatchNorm1d(1)
@@ -206,7 +207,9 @@ def preserved_forward(model: nn.Module) -> Iterator[None]:
     """
     # buffers are listed because the attributes of a scripted model do not contain its tensors
     roots = [model, [*model.buffers()]]
-    snapshot = Snapshot(roots, excluded=model.parameters(), skip_equal=True)
+    scaled = {id(m.weight) for m in model.modules() if getattr(m, 'max_norm', None) is not None}
+    constant = [p for p in model.parameters() if id(p) not in scaled]
+    snapshot = Snapshot(roots, excluded=constant, skip_equal=True)
     with preserved_rng():
         try:
             yield
