@@ -32,7 +32,7 @@ lowest latest:
 peers:  # other packages' callbacks, in learnkit and in their own trainers; into docs/compatibility.md
 	$(PYTHON) -m tests.peers --write
 
-sweeps:  # loaders, optimizers, losses and schedules of the installed libraries; into docs/checkpoints.md and docs/support.md
+sweeps:  # loaders, optimizers, metrics, modules ... of the installed libraries; into docs/checkpoints.md and docs/support.md
 	$(PYTHON) -W ignore -m tests.sweeps --write
 
 wheel:  # the package as it is uploaded, into dist/

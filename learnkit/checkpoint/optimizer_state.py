@@ -7,8 +7,10 @@ its optimizer is created."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 from learnkit.core.errors import CheckpointError, OptionError
-from learnkit.core.plain import ATOMS, map_plain, to_plain
+from learnkit.core.file_tensor import read_values
+from learnkit.core.plain import ATOMS, has_parts, map_plain, split_parts, to_plain
 from learnkit.engine.callback_state import DataKind, data_kinds, decode, encode_object
 from learnkit.optim.hyperparams import OPTIONS
 from learnkit.optim.state import is_single
@@ -25,8 +28,33 @@ _NAME = "The optimizer's state"
 _PLAIN_TYPES = (Tensor, *ATOMS)
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_OBJECTS = {str(o): o for o in vars(torch).values() if isinstance(o, _TORCH_TYPES)}
+
+
+def _is_made_of_parts(value: Any) -> bool:
+    return isinstance(value, Tensor) and has_parts(value)
+
+
+def _split_tensor(t: Tensor) -> tuple[Any, ...]:
+    cls = type(t)
+    parts, context = split_parts(t)
+    return cls.__module__, cls.__qualname__, parts, context, tuple(t.shape), tuple(t.stride())
+
+
+def _join_tensor(data: Any, cb: Any) -> Tensor:
+    "Make a tensor of its parts. Nothing is imported: the module of the optimizer has its class, or has imported it."
+    module, name, parts, context, shape, stride = data
+    cls: Any = attrgetter(name)(sys.modules[module])
+    if not (isinstance(cls, type) and issubclass(cls, Tensor)):
+        raise TypeError(f'{module}.{name} is not a class of tensors')
+    joined: Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
+        read_values(parts), context, torch.Size(shape), stride
+    )
+    return joined
+
+
 _KINDS = {
     **data_kinds,
+    'parts': DataKind(_is_made_of_parts, _split_tensor, _join_tensor),
     'torch': DataKind(
         lambda value: isinstance(value, _TORCH_TYPES), str, lambda name, cb: _TORCH_OBJECTS[name]
     ),
@@ -69,7 +97,8 @@ def encode_value(
 
 
 def _encode_leaf(value: Any, where: str) -> Any:
-    if isinstance(value, np.number) or not isinstance(value, _PLAIN_TYPES):
+    is_plain = isinstance(value, _PLAIN_TYPES) and not isinstance(value, np.number)
+    if not is_plain or _is_made_of_parts(value):
         with suppress(OptionError):
             return encode_object(value, lambda part: encode_value(part, where), _KINDS)
     return to_plain(value, where)

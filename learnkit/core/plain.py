@@ -114,6 +114,40 @@ def as_plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor)
 
 
+def has_parts(t: Tensor) -> bool:
+    """Return True for a tensor that is made of others, such as an 8-bit state of torchao with its scales.
+
+    Its class has torch's methods that take it apart. The classes of torch itself, such as DTensor, are not meant.
+
+    >>> has_parts(torch.ones(2))
+    False
+    """
+    cls = type(t)
+    has_methods = hasattr(cls, '__tensor_flatten__') and hasattr(cls, '__tensor_unflatten__')
+    return has_methods and not cls.__module__.startswith('torch.')
+
+
+def split_parts(t: Any) -> tuple[dict[str, Tensor], Any]:
+    "Return the tensors of which a tensor is made, by name, and what its class needs besides to make it again."
+    names, context = t.__tensor_flatten__()
+    return {name: getattr(t, name) for name in names}, context
+
+
+def copy_tensor(t: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a copy of a tensor; `copy` gets each of the tensors of which it is made.
+
+    >>> copy_tensor(torch.ones(2), torch.neg)
+    tensor([-1., -1.])
+    """
+    if not has_parts(t):
+        return copy(t)
+    parts, context = split_parts(t)
+    copies = {name: copy_tensor(part, copy) for name, part in parts.items()}
+    cls: Any = type(t)
+    copied: Tensor = cls.__tensor_unflatten__(copies, context, t.shape, t.stride())
+    return copied
+
+
 def to_storable(value: Any) -> Any:
     """Convert a metric's value to plain data: arrays to tensors, and unsupported objects to None.
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -315,7 +316,8 @@ def step_with_closure(learn: Learner) -> None:
 
     def evaluate() -> Tensor:
         learn.opt.zero_grad(only=learn.turn)
-        repeat_passes(learn)
+        with torch.enable_grad():  # a step may run without gradients
+            repeat_passes(learn)
         for clip in clips:
             if clip is not None:
                 clip()

@@ -22,6 +22,7 @@ from learnkit.comm.dtensor import reshard
 from learnkit.core.errors import CancelBatchException
 from learnkit.core.interrupts import run_all
 from learnkit.core.model import copy_extra_state, has_extra_state, has_lazy_tensors
+from learnkit.core.plain import has_parts
 from learnkit.core.random import preserved_rng, state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
@@ -129,6 +130,8 @@ class Snapshot:
             return  # it has no values yet
         grad = t.grad if t.is_leaf else None
         self._enqueue([grad, *vars(t).values()])
+        if has_parts(t):
+            return  # its parts, which are attributes, are written back
         value = t.detach()
         copy = value.to('cpu', copy=True) if self._on_host else value.clone()
         step = partial(_rewrite_tensor, t, copy, t.device, t.requires_grad, grad, self._skip_equal)
@@ -193,9 +196,10 @@ def initialize_lazy(learn: Learner) -> None:
 
 @contextmanager
 def preserved_forward(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of a context what forward passes of a model can change; its parameters are not copied.
+    """Restore at the end of a context what forward passes of a model can change.
 
-    These are buffers, extra state, modes, attributes and random generators of all modules, and the global generators.
+    These are buffers, extra state, modes, attributes and random generators of all modules, the global generators, and
+    the weights of embeddings with `max_norm`, which a forward pass scales; no other parameter is copied.
     Every forward pass that the package adds to training runs in this context.
 
     >>> norm = nn.BatchNorm1d(1)
@@ -205,7 +209,9 @@ def preserved_forward(model: nn.Module) -> Iterator[None]:
     """
     # buffers are listed because the attributes of a scripted model do not contain its tensors
     roots = [model, [*model.buffers()]]
-    snapshot = Snapshot(roots, excluded=model.parameters(), skip_equal=True)
+    scaled = {id(m.weight) for m in model.modules() if getattr(m, 'max_norm', None) is not None}
+    constant = [p for p in model.parameters() if id(p) not in scaled]
+    snapshot = Snapshot(roots, excluded=constant, skip_equal=True)
     with preserved_rng():
         try:
             yield

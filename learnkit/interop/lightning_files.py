@@ -175,4 +175,4 @@ def load_module_state(host: LightningHost, sd: Mapping[str, Any]) -> None:
     for path, metric in list_parts(module).items():
         if path in sd['torchmetrics']:
             state = sd['torchmetrics'][path]
-            set_states(metric, decode(encode(state['states']), host), state['n_updates'])
+            set_states(metric, decode(encode(state), host))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import list_running
 from learnkit.loggers.base import Logger
 from learnkit.loggers.values import to_loggable
 
@@ -72,6 +73,8 @@ def log_text(
 def _active_loggers(learn: Learner) -> list[Logger]:
     "Return the loggers of a Learner, or an empty list in an evaluation or prediction outside of a fit."
     learn = learn.learn if isinstance(learn, Callback) else learn
-    if learn.run.depth and not learn.fitting:
+    # a block `with learn:` fires the events of an evaluation; the code in the block logs
+    is_in_block = not learn.run.kind and not list_running(learn)
+    if learn.run.depth and not learn.fitting and not is_in_block:
         return []
     return [cb for cb in learn.cbs if isinstance(cb, Logger)]

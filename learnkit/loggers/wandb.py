@@ -24,7 +24,8 @@ class WandbLogger(Logger):
 
     All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B
     accepts each step once: after a resume from an earlier checkpoint, steps that the run already
-    has are kept and not logged again. `close` ends the run, with the status failed if the last fit
+    has are kept and not logged again. W&B writes an offline run every few seconds: a process that is
+    killed loses the steps since then. `close` ends the run, with the status failed if the last fit
     failed. Raises `MissingExtraError` without wandb.
 
     >>> import tempfile

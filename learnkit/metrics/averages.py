@@ -217,8 +217,10 @@ class ValueMetric(Metric):
 class TorchMetric(Metric):
     """Run a torchmetrics object, or any object with `update(pred, *targets)`, `compute()` and `reset()`.
 
-    The object is moved to the device of the predictions. A value with several numbers, such as one per class, is
-    returned as a tensor on the CPU. The value is NaN, with a warning, if `compute` raises `ValueError`."""
+    The object is moved to the device of the predictions. In several processes it is merged by the rules of
+    torchmetrics, or by its own `merge_state`, as torcheval's metrics have it. A value with several numbers, such as
+    one per class, is returned as a tensor on the CPU. The value is NaN, with a warning, if `compute` raises
+    `ValueError`."""
 
     sum_reduced = ('_updates',)
 

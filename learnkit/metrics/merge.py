@@ -7,6 +7,7 @@ run's batches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import reduce
 from itertools import zip_longest
 from operator import add
@@ -70,7 +71,7 @@ def shared_state(o: Any) -> dict[str, Any]:
     "Return the state that a rank sends to the other ranks."
     if is_torchmetrics(o):
         return collect_torchmetrics(o)
-    if type(o).merge is not Accumulates.merge:
+    if merges_itself(o) or type(o).merge is not Accumulates.merge:
         return dict(o.state_dict())
     inner = _list_inner_metrics(o)
     return {
@@ -86,6 +87,8 @@ def merge_states(
     "Replace the state by the merged states of all ranks."
     if is_torchmetrics(o):
         _merge_torchmetrics(o, states)
+    elif merges_itself(o):
+        _merge_by_itself(o, states)
     else:
         o.merge(states)
 
@@ -94,7 +97,7 @@ def check_mergeable(metric: Any) -> None:
     """Raise `MetricError` for a metric without a merge rule, at the start of a run with several ranks.
 
     A class that overrides `reset` has its own state, and has to define its own merge rule."""
-    if is_torchmetrics(metric):
+    if is_torchmetrics(metric) or merges_itself(metric):
         return
     rules = ('merge', 'sum_reduced')
     owner = next(c for c in type(metric).__mro__ if {*rules, 'reset'}.intersection(vars(c)))
@@ -146,6 +149,29 @@ def interleave(lists: Iterable[list[T]]) -> list[T]:
     return [x for row in rows for x in row if x is not missing]
 
 
+# -- torcheval -------------------------------------------------------------------------------------
+
+
+def merges_itself(o: Any) -> bool:
+    "Return True for a metric that merges others of its class into itself, as those of torcheval."
+    return all(hasattr(o, name) for name in ('merge_state', 'state_dict', 'load_state_dict'))
+
+
+def _merge_by_itself(o: Any, states: list[dict[str, Any]]) -> None:
+    "Replace a metric's state by the merged states of all ranks."
+    ranks = [deepcopy(o) for _ in states]
+    for rank, state in zip(ranks, states, strict=True):
+        rank.load_state_dict(state)
+        rank.to(o.device)
+    o.load_state_dict(ranks[0].state_dict())
+    o.merge_state(ranks[1:])
+    # kept in lists, values of batches are in the order of one process
+    names = [name for name, value in states[0].items() if isinstance(value, list)]
+    kept = {name: interleave(state[name] for state in states) for name in names}
+    o.load_state_dict({**o.state_dict(), **kept})
+    o.to(o.device)
+
+
 # -- torchmetrics ----------------------------------------------------------------------------------
 
 
@@ -159,7 +185,7 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
             name: to_device(_reduce([sd['states'][name] for sd in found], how), m.device)
             for name, how in m._reductions.items()
         }
-        set_states(m, merged, sum(sd['n_updates'] for sd in found))
+        set_states(m, {'states': merged, 'n_updates': sum(sd['n_updates'] for sd in found)})
         m.distributed_available_fn = noop  # the states are merged already
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from fastcore.imports import noop
 from torch import Tensor
 
 from learnkit.core.errors import MetricError
@@ -109,10 +111,35 @@ def collect_torchmetrics(o: Any) -> dict[str, Any]:
     return {
         path: {
             'states': map_plain(m.metric_state, _to_plain, 'its state'),
+            'attributes': _collect_attributes(m),
             'n_updates': m.update_count,
         }
         for path, m in list_parts(o).items()
     }
+
+
+def _collect_attributes(m: Any) -> dict[str, Any]:
+    """Return the numbers and tensors that the class of a metric keeps besides its states.
+
+    The window of `RunningMean` begins at such a number. Constructor arguments are left out."""
+    known = {*m.metric_state, *_list_base_attributes()}
+    options = _list_options(type(m))
+    return {
+        name: _to_plain(value, name)
+        for name, value in vars(m).items()
+        if name not in known
+        and name.lstrip('_') not in options
+        and (isinstance(value, Tensor) or type(value) in (int, float))
+    }
+
+
+@cache
+def _list_base_attributes() -> frozenset[str]:
+    "Return the names of the attributes that each object of torchmetrics has."
+    from torchmetrics import Metric
+
+    plain = type('Plain', (Metric,), {'update': noop, 'compute': noop})
+    return frozenset(vars(plain()))
 
 
 def list_parts(o: Any) -> dict[str, Any]:
@@ -122,16 +149,15 @@ def list_parts(o: Any) -> dict[str, Any]:
 
 def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
     for path, m in list_parts(o).items():
-        set_states(m, _copy(sd[path]['states'], m.device), sd[path]['n_updates'])
+        set_states(m, _copy(sd[path], m.device))
 
 
 def set_states(
     m: Any,  # torchmetrics object
-    states: Mapping[str, Any],  # states by name
-    n_updates: int,  # number of updates that the states have seen
+    saved: Mapping[str, Any],  # its part of the result of `collect_torchmetrics`
 ) -> None:
     "Set the states of a torchmetrics object."
-    for name, value in states.items():
+    for name, value in {**saved['states'], **saved.get('attributes', {})}.items():
         setattr(m, name, value)
-    m._update_count = n_updates
+    m._update_count = saved['n_updates']
     m._computed = None  # the cached value belongs to other batches

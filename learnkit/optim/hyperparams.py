@@ -17,6 +17,7 @@ from torch import nn
 from learnkit.comm.dtensor import local_shard
 from learnkit.core.errors import OptimizerError
 from learnkit.core.model import unwrap_partial
+from learnkit.core.plain import has_parts
 from learnkit.core.roles import norm_bias_params as norm_bias_params
 
 # where torch's param group has a hyperparameter: a key, and an index if its value is a tuple
@@ -280,7 +281,8 @@ def match_strides(opt: torch.optim.Optimizer) -> None:
     for p, state in iterate_states(opt):
         for name, value in state.items():
             has_shape = isinstance(value, torch.Tensor) and value.shape == p.shape
-            if has_shape and value.stride() != p.stride():
+            # a state of parts would lose its class, and is not for fused kernels
+            if has_shape and value.stride() != p.stride() and not has_parts(value):
                 state[name] = torch.empty_like(p).copy_(value)
 
 

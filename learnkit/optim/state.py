@@ -18,7 +18,7 @@ from learnkit.comm.dtensor import distribute_like, is_dtensor
 from learnkit.core.batch import children_of, rebuild
 from learnkit.core.errors import OptionError
 from learnkit.core.file_tensor import FileTensor, read_values
-from learnkit.core.plain import to_plain
+from learnkit.core.plain import copy_tensor, to_plain
 from learnkit.optim.hyperparams import OPTIONS, OWN_MODULES, match_strides
 
 # options that keep their current values, because they select an implementation for the current device
@@ -271,7 +271,7 @@ def adapt_state(
         if not copy and not isinstance(t, FileTensor):
             return t
         if id(t) not in copies:
-            copies[id(t)] = t.clone()
+            copies[id(t)] = clone_tensor(t)
         return copies[id(t)]
 
     return copy_value(state, adapt)
@@ -279,23 +279,23 @@ def adapt_state(
 
 def clone_tensor(t: Tensor) -> Tensor:
     "Return a copy of a tensor; `Tensor.clone(t)` would not read the values of a `FileTensor`."
-    return t.clone()
+    return copy_tensor(t, lambda part: part.clone())
 
 
-def copy_value(value: Any, copy_tensor: Callable[[Tensor], Any]) -> Any:
+def copy_value(value: Any, convert: Callable[[Tensor], Any]) -> Any:
     """Return a copy of a value in a state, with the result of a function for each tensor.
 
     >>> copy_value({'norms': deque([torch.ones(2)], maxlen=3)}, torch.neg)
     {'norms': deque([tensor([-1., -1.])], maxlen=3)}
     """
     if isinstance(value, Tensor):
-        return copy_tensor(value)
+        return convert(value)
     if isinstance(value, deque):
-        return deque([copy_value(v, copy_tensor) for v in value], value.maxlen)
+        return deque([copy_value(v, convert) for v in value], value.maxlen)
     children = children_of(value)
     if children is None:
         return deepcopy(value)
-    return rebuild(value, [copy_value(v, copy_tensor) for v in children])
+    return rebuild(value, [copy_value(v, convert) for v in children])
 
 
 def merge_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 """Exact resume with unusual models, optimizers, loaders and Learners."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnkit import Callback, CheckpointError, DataLoaders, GradientAccumulation, Learner
+from learnkit.checkpoint.optimizer_state import decode_optimizer, encode_optimizer
 from tests.helpers.resuming import check_every_place
 
 Batch = tuple[Tensor, Tensor]
@@ -95,6 +100,92 @@ def test_generators_of_optimizers_and_of_any_loss() -> None:
     kept = check_every_place(two, places=some)
     names = ['model', 'loss_func', 'optimizer a', 'optimizer b']
     assert [*kept[0]['generators']] == names
+
+
+# States that are tensors made of others
+
+
+class Rounded(Tensor):
+    "Tensor that keeps its values as integers and one scale, as optimizers with 8-bit states do."
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
+        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ['codes', 'scale'], [torch.int8, True]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Any:
+        assert context == [torch.int8, True]
+        return cls(parts['codes'], parts['scale'])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        if func is torch.ops.aten._to_copy.default:
+            out = cls(args[0].codes.to(kwargs.get('device')), args[0].scale)
+            return return_and_correct_aliasing(func, args, kwargs, out)
+        raise NotImplementedError(str(func))  # no `clone`, as in torchao
+
+    def set_values(self, values: Tensor) -> None:
+        self.scale.copy_(values.abs().max() / 127 + 1e-8)
+        self.codes.copy_((values / self.scale).round())
+
+    def read_values(self) -> Tensor:
+        return self.codes * self.scale
+
+
+class RoundedMomentum(torch.optim.Optimizer):
+    "SGD with a momentum of rounded values."
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {'lr': lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group['params']:
+                if p not in self.state:
+                    codes = torch.zeros(p.shape, dtype=torch.int8)
+                    self.state[p] = {'momentum': Rounded(codes, torch.zeros(()))}
+                momentum = self.state[p]['momentum']
+                momentum.set_values(0.9 * momentum.read_values() + p.grad)
+                p.sub_(momentum.read_values(), alpha=group['lr'])
+
+
+def test_optimizer_states_made_of_other_tensors(tmp_path: Path) -> None:
+    kept = check_every_place(lambda: make(opt_func=RoundedMomentum), places=some)
+    states = decode_optimizer(kept[-1]['optimizer'])['state']
+    assert {type(state['momentum']) for state in states.values()} == {Rounded}
+    learn = make(opt_func=RoundedMomentum, path=tmp_path)
+    with learn.no_logging():
+        learn.fit(1)
+        learn.save('here')
+        learn.fit(2, resume=kept[0])  # in an optimizer that has states
+    again = make(opt_func=RoundedMomentum, path=tmp_path)
+    again.load('here')
+    [momentum, *_] = [state['momentum'] for state in again.opt.state.values()]
+    assert type(momentum) is Rounded and momentum.read_values().abs().max() > 0
+
+
+def test_a_state_made_of_tensors_makes_nothing_else() -> None:
+    codes = torch.ones(2, dtype=torch.int8)
+    state = {'state': {0: Rounded(codes, torch.ones(()))}, 'param_groups': []}
+    encoded = encode_optimizer(state)
+    module, _, *rest = encoded['state'][0]['of']
+    for name in (('os', 'system'), ('pathlib', 'Path'), (module, 'Batch'), ('no_module', 'A')):
+        encoded['state'][0]['of'] = (*name, *rest)
+        with pytest.raises(CheckpointError, match='cannot be read'):
+            decode_optimizer(encoded)
 
 
 # Frozen parameters

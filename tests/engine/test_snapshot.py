@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.snapshot import Snapshot, preserve_dataloaders
+from learnkit.engine.snapshot import Snapshot, preserve_dataloaders, preserved_forward
 from learnkit.metrics.base import Mean, Metric
 
 
@@ -163,3 +163,12 @@ def test_persistent_workers_are_let_go() -> None:
     assert dl._iterator is None
     assert [b.tolist() for b in dl] == first
     del dl
+
+
+def test_weights_that_a_forward_pass_scales_are_restored() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, max_norm=0.5), nn.Linear(2, 1))
+    nn.init.ones_(model[0].weight)
+    with preserved_forward(model):
+        model(torch.tensor([0, 2]))
+        assert model[0].weight[0].norm() < 0.51
+    assert torch.equal(model[0].weight, torch.ones(3, 2))

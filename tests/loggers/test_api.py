@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from learnkit import Callback
-from learnkit.loggers import CSVLogger, log_params
+from learnkit.loggers import CSVLogger, log_params, log_text, read_log
 from tests.helpers.logging_fits import learner
 
 
@@ -28,3 +28,17 @@ def test_params_come_with_the_configuration(tmp_path: Path) -> None:
     assert params['width'] == 7
     assert params['lr'] == 'mine'
     assert params['model'] == 'Linear'
+
+
+def test_a_block_of_the_learner_logs_before_its_first_fit(tmp_path: Path) -> None:
+    with learner(tmp_path, CSVLogger) as learn:
+        log_params(learn, {'depth': 3})
+        log_text(learn, 'note', 'hello')
+        learn.fit(1)
+        learn.validate()
+        log_params(learn, {'width': 5})
+    params = json.loads((tmp_path / 'metrics.csv.params.json').read_text())
+    assert (params['depth'], params['width'], params['model']) == (3, 5, 'Linear')
+    assert (tmp_path / 'metrics.csv.texts' / 'note-0.txt').read_text() == 'hello'
+    [first, *_] = read_log(tmp_path / 'metrics.csv')
+    assert first['step'] == 10

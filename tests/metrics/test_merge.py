@@ -300,3 +300,52 @@ def test_the_losses_of_an_epoch_are_put_in_place() -> None:
         alone.accumulate(SimpleNamespace(loss=torch.tensor(x, dtype=torch.float64)))
     assert ours.smooth == alone.smooth
     assert torch.equal(ours.state_dict()['raw'], alone.state_dict()['raw'])
+
+
+class SelfMerging:
+    "Largest value, number of values and first value of each batch, with the methods of torcheval."
+
+    device = 'cpu'
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.largest = torch.tensor(-torch.inf)
+        self.seen = torch.tensor(0)
+        self.firsts: list[Tensor] = []
+
+    def update(self, pred: Tensor, targ: Tensor) -> None:
+        self.firsts.append(pred[:1])
+        self.largest = torch.maximum(self.largest, pred.max())
+        self.seen += len(pred)
+
+    def compute(self) -> Tensor:
+        return torch.cat([torch.stack([self.largest, self.seen]), *self.firsts])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'largest': self.largest, 'seen': self.seen, 'firsts': self.firsts}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.largest, self.seen = sd['largest'].clone(), sd['seen'].clone()
+        self.firsts = list(sd['firsts'])
+
+    def to(self, device: Any) -> Any:
+        return self
+
+    def merge_state(self, metrics: list[Any]) -> Any:
+        for other in metrics:
+            self.largest = torch.maximum(self.largest, other.largest)
+            self.seen += other.seen
+            self.firsts += other.firsts
+        return self
+
+
+@pytest.mark.parametrize('size', [1, 2, 3])
+def test_a_metric_that_merges_others_into_itself(size: int) -> None:
+    data = batches('regression')
+    pred = torch.cat([b.pred for b in data])
+    for value, metric in of_all(lambda: as_metrics([SelfMerging()])[0], data, size):
+        assert same(value, [pred.max(), len(pred), *(b.pred[0] for b in data)])
+        metric.reset()
+        assert metric.value is None and metric.metric.seen == 0

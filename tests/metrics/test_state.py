@@ -231,3 +231,25 @@ def test_what_is_not_plain_is_reported(value: Any, kind: str) -> None:
     m.last = value
     with pytest.raises(MetricError, match=f'^its attribute `last` is a {kind}$'):
         m.state_dict()
+
+
+@pytest.mark.parametrize('at', [2, 3])
+def test_numbers_of_torchmetrics_outside_its_states(at: int) -> None:
+    "`RunningMean` has the place in its window in an attribute, and the sliding error a map of its sums."
+    image = torchmetrics.image
+
+    def make_values(n: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(n, generator=GEN), torch.ones(n)
+
+    def make_images(n: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(n, 1, 9, 9, generator=GEN), torch.rand(n, 1, 9, 9, generator=GEN)
+
+    class OfPredictions(torchmetrics.RunningMean):  # type: ignore[name-defined, misc]
+        def update(self, pred: Tensor, targ: Tensor) -> None:
+            super().update(pred)
+
+    state = goes_on(lambda: TorchMetric(OfPredictions(window=3)), make_values, at)
+    assert state['metric/']['']['attributes'] == {'_num_vals_seen': at}
+    sliding = lambda: TorchMetric(image.RootMeanSquaredErrorUsingSlidingWindow())
+    state = goes_on(sliding, make_images, at)
+    assert [*state['metric/']['']['attributes']] == ['rmse_map']

@@ -435,6 +435,25 @@ def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
     assert same(weights(model), lbfgs_by_hand(net(), []))
 
 
+class Probing(torch.optim.SGD):
+    "Evaluates the loss within a step that runs without gradients, unlike torch's optimizers."
+
+    needs_closure = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step()
+
+
+def test_a_closure_computes_gradients_where_they_are_disabled() -> None:
+    learn = learner(model := net(), opt_func=Probing, lr=0.1, wd_bn_bias=True)
+    learn.fit(2)
+    plain = net()
+    assert same(weights(model), by_hand(torch.optim.SGD(plain.parameters(), 0.1), plain))
+    assert torch.is_grad_enabled()
+
+
 class SharpnessAware(Learner):
     "Takes the gradient after a step uphill."
 

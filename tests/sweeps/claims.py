@@ -11,7 +11,7 @@ from typing import Any
 from learnkit.core import validation
 from learnkit.core.errors import LearnkitError
 from tests.helpers.forks import HarnessError, Planned, start
-from tests.sweeps.verdicts import Subject, Verdict, find_version, shorten
+from tests.sweeps.verdicts import Subject, Verdict, count_libraries, find_version, shorten
 
 EQUAL = 'equal'
 NAMED = 'named'  # a typed error or a warning, or the loop by hand fails too
@@ -24,6 +24,10 @@ Claim = Callable[[Subject, Path], list[str]]
 
 class Inapplicable(Exception):
     "Raised by a claim that a loop by hand does not fulfil either; the message is the reason."
+
+
+class NothingToTry(Exception):
+    "Raised by a claim that says nothing about a subject; there is no verdict."
 
 
 def by_hand(run: Callable[[], Any]) -> Any:
@@ -91,7 +95,10 @@ def _judge_all(
     for claim, check in claims.items():
         own = folder / claim.replace(' ', '_')
         own.mkdir()
-        found.append((claim, *judge_claim(partial(check, subject, own))))
+        try:
+            found.append((claim, *judge_claim(partial(check, subject, own))))
+        except NothingToTry:
+            continue
     return found
 
 
@@ -106,6 +113,8 @@ def judge_claim(check: Callable[[], list[str]]) -> tuple[str, str]:
     validation.warn = note_warning  # type: ignore[assignment]
     try:
         differing = check()
+    except NothingToTry:
+        raise
     except Inapplicable as e:
         return NAMED, str(e)
     except LearnkitError as e:
@@ -134,9 +143,9 @@ def count_claims(verdicts: Sequence[Verdict], what: str) -> str:
     kinds = [verdict.verdict for verdict in verdicts]
     counts = ', '.join(f'{kinds.count(kind)} {kind}' for kind in KINDS if kind in kinds)
     n_equal = sum(set(found) == {EQUAL} for found in subjects.values())
-    n_libraries = len({library for library, _ in subjects})
+    n_libraries = len({library for library, _ in subjects} - {''})
     return (
-        f'{len(subjects)} {what}, {n_libraries} libraries: {n_equal} equal in every claim. '
+        f'{len(subjects)} {what}, {count_libraries(n_libraries)}: {n_equal} equal in every claim. '
         f'Of {len(kinds)} verdicts: {counts}.'
     )
 
@@ -152,7 +161,8 @@ def make_claims_table(verdicts: Sequence[Verdict], head: str) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for (library, version, title), reasons in outcomes.items():
         cells = [f'{", ".join(claims)} {reason}' for reason, claims in reasons.items()]
-        rows.setdefault((f'{library} {version}', '; '.join(cells) or EQUAL), []).append(title)
+        name = f'{library} {version}' if library else 'no library'
+        rows.setdefault((name, '; '.join(cells) or EQUAL), []).append(title)
     lines = [f'| library | {head} | verdict |', '|---|---|---|']
     lines += [f'| {library} | {", ".join(t)} | {found} |' for (library, found), t in rows.items()]
     return '\n'.join(lines)

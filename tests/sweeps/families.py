@@ -6,8 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
-from tests.sweeps import data, loaders, losses, optimizer_claims, optimizers, schedules
+from tests.sweeps import (
+    data,
+    loaders,
+    log_writers,
+    losses,
+    metric_claims,
+    metrics,
+    module_claims,
+    modules,
+    optimizer_claims,
+    optimizers,
+    schedules,
+    step_time,
+)
 from tests.sweeps.claims import Claim, count_claims, judge_claims, make_claims_table
 from tests.sweeps.verdicts import ROOT, Subject, Verdict, count_verdicts, make_table
 
@@ -73,6 +87,7 @@ def make_family(
     libraries: Mapping[str, object],
     load: Callable[[str], list[Subject]],
     claims: dict[str, Claim],
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Family:
     "Return a family of which each subject is tried with each claim."
     return Family(
@@ -81,6 +96,7 @@ def make_family(
         load,
         lambda subject, folder: judge_claims(subject, claims, folder),
         partial(describe_claims, name),
+        modules=modules,
     )
 
 
@@ -100,11 +116,38 @@ FAMILIES = {
         optimizers.load_optimizers,
         optimizer_claims.CLAIMS,
     ),
+    'step-time': Family(
+        'step-time',
+        list(optimizers.LIBRARIES),
+        optimizers.load_optimizers,
+        step_time.judge,
+        step_time.describe,
+    ),
     'schedules': make_family(
         'schedules',
         schedules.LIBRARIES,
         schedules.load_schedules,
         schedules.CLAIMS,
     ),
+    'loggers': make_family(
+        'loggers',
+        log_writers.LIBRARIES,
+        log_writers.load_loggers,
+        log_writers.CLAIMS,
+    ),
     'losses': make_family('losses', losses.LIBRARIES, losses.load_losses, losses.CLAIMS),
+    'metrics': make_family(
+        'metrics',
+        metrics.LIBRARIES,
+        metrics.load_metrics,
+        metric_claims.CLAIMS,
+        dict.fromkeys(metrics.LIBRARIES, 'torch.distributed.fsdp'),
+    ),
+    'modules': make_family(
+        'modules',
+        modules.LIBRARIES,
+        modules.load_modules,
+        module_claims.CLAIMS,
+        dict.fromkeys(modules.LIBRARIES, 'torch._dynamo'),
+    ),
 }

@@ -29,7 +29,7 @@ from learnkit.checkpoint.digest import differences
 from tests.helpers.forks import reached
 from tests.helpers.resuming import scramble
 from tests.sweeps.claims import Claim, Inapplicable, by_hand, run_killed
-from tests.sweeps.optimizers import Training
+from tests.sweeps.optimizers import Training, build_for
 from tests.sweeps.verdicts import Subject
 
 N_EPOCH, N_BATCH, BS = 2, 4, 4
@@ -95,19 +95,14 @@ def split_halves(model: nn.Sequential) -> list[list[nn.Parameter]]:
 # -- both loops ------------------------------------------------------------------------------------
 
 
-def build(subject: Subject, params: Any, model: nn.Module, lr: float) -> Any:
-    "Make the optimizer for the loop by hand."
-    parameters = getattr(subject.build, 'func', None)
-    takes_model = getattr(parameters, '__name__', '') == 'build_of_model'
-    options = {'model': model} if takes_model else {}
-    return subject.build(params, lr=lr, **options)
-
-
 def train_by_hand(
     subject: Subject,
     model: nn.Module,
     groups: Any = None,  # param groups; None: all parameters
     *,
+    opt: Any = None,  # None: a new one
+    n_epoch: int = N_EPOCH,
+    seed: int = 2,
     dtype: torch.dtype = torch.float32,
     accumulated: int = 1,  # batches of a step
     scaler: Any = None,
@@ -116,14 +111,15 @@ def train_by_hand(
 ) -> list[Weights]:
     "Train with a loop of plain torch, and return the weights before each batch and at the end."
     training: Training = subject.options
-    opt = build(subject, groups or model.parameters(), model, training.lr)
+    if opt is None:
+        opt = build_for(subject, groups or model.parameters(), model, training.lr)
     call_mode(opt, 'train')
     kept = []
-    batches = make_batches(training.model, dtype) * N_EPOCH
+    batches = make_batches(training.model, dtype) * n_epoch
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if scaler is not None:
         context = partial(torch.autocast, 'cpu', torch.float16)
-    torch.manual_seed(2)
+    scramble(seed)
     for i, (x, y) in enumerate(batches):
         kept.append(weights_of(model))
 
@@ -195,7 +191,7 @@ def _add_closure(make: Callable[..., Any], params: Any, lr: Any) -> Any:
 
 def fit(learn: Learner, n_epoch: int = N_EPOCH, **options: Any) -> Weights:
     "Train, and return the weights."
-    torch.manual_seed(2)
+    scramble(2)
     with learn.no_logging(), learn.no_bar():
         learn.fit(n_epoch, **options)
     return weights_of(learn.model)
@@ -213,7 +209,9 @@ def compare(expected: Weights, got: Weights, what: str = 'weights') -> list[str]
 
 
 def prepare(subject: Subject) -> nn.Sequential:
-    "Return the model, and run without the compiler what an optimizer compiles by itself."
+    "Return the model; run without the compiler what an optimizer compiles by itself; open a group of one process."
+    if subject.options.needs_group and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group('gloo', 'tcp://127.0.0.1:0', rank=0, world_size=1)
     if subject.options.eager:
         torch.compiler.set_stance('force_eager')
     return make_model(subject.options.model)
@@ -269,6 +267,8 @@ def check_resume(subject: Subject, folder: Path) -> list[str]:
     "Kill twice, resume twice, each time in a new process with other seeds."
     model = prepare(subject)
     expected = by_hand(lambda: train_by_hand(subject, deepcopy(model)))[-1]
+    if subject.options.needs_group:
+        torch.distributed.destroy_process_group()  # its threads are not in a forked process
     seeds = iter((2, 77, 78))
     got = run_killed(lambda: train_to_the_end(subject, folder, next(seeds)), KILLS)
     return compare(expected, got)
@@ -343,19 +343,28 @@ def check_ema(subject: Subject, folder: Path) -> list[str]:
 def check_load(subject: Subject, folder: Path) -> list[str]:
     "An epoch, `save`, and an epoch after `load` into a new Learner."
     model = prepare(subject)
-    by_hand(lambda: train_by_hand(subject, deepcopy(model)))
+    expected = by_hand(lambda: load_by_hand(subject, deepcopy(model)))
     first = make_learner(subject, deepcopy(model), folder=folder)
     fit(first, 1)
     first.save('here')
-    torch.manual_seed(3)
-    with first.no_logging(), first.no_bar():
-        first.fit(1)
     again = make_learner(subject, model, folder=folder)
     again.load('here')
-    torch.manual_seed(3)
+    scramble(3)
     with again.no_logging(), again.no_bar():
         again.fit(1)
-    return compare(weights_of(first.model), weights_of(again.model))
+    return compare(expected, weights_of(again.model))
+
+
+def load_by_hand(subject: Subject, model: nn.Module) -> Weights:
+    "Train an epoch, load the state dicts of the model and the optimizer into new ones, and train another."
+    lr = subject.options.lr
+    opt = build_for(subject, model.parameters(), model, lr)
+    train_by_hand(subject, model, opt=opt, n_epoch=1)
+    loaded = make_model(subject.options.model)
+    loaded.load_state_dict(model.state_dict())
+    opt_loaded = build_for(subject, loaded.parameters(), loaded, lr)
+    opt_loaded.load_state_dict(opt.state_dict())
+    return train_by_hand(subject, loaded, opt=opt_loaded, n_epoch=1, seed=3)[-1]
 
 
 def check_compiled(subject: Subject, folder: Path) -> list[str]:

@@ -25,12 +25,14 @@ class Training:
     second_order: bool = False  # whether the backward pass keeps its graph
     eager: bool = False  # run what the optimizer compiles by itself without the compiler
     lr: float = 0.01
+    needs_group: bool = False  # whether a step communicates, also of one process
 
 
 # by the lowercase name of a class, in all libraries
 MODELS = {'muon': 'matrices', 'spectralsphere': 'matrices', 'sparseadam': 'sparse'}
 CLOSURES = {'lbfgs', 'alig', 'bsam', 'sam', 'looksam', 'friendlysam'}
 SECOND_ORDER = {'adahessian', 'sophiah'}
+COMMUNICATING = {'demo', 'distributedmuon'}
 COMPILED = ('kron', 'kronc', 'kronw')
 BY_MODEL = ('AdaLOMO', 'AdamMini', 'LOMO')
 BY_USE = ('AdaGO', 'AdaMuon', 'DistributedMuon', 'Muon', 'MuonClip', 'NorMuon')
@@ -50,6 +52,7 @@ def make_subject(library: str, title: str, build: Callable[..., Any]) -> Subject
         model=MODELS.get(name, 'biases') if library != 'timm' else 'biases',
         closure=name in CLOSURES or name.endswith('closure'),
         second_order=name in SECOND_ORDER,
+        needs_group=library == 'pytorch_optimizer' and name in COMMUNICATING,
         eager=library == 'torchao' or (library == 'timm' and name in COMPILED),
     )
     if arguments := ARGUMENTS.get((library, name)):
@@ -109,6 +112,14 @@ def as_groups(params: list[Any]) -> list[dict[str, Any]]:
 def build_of_model(cls: Any, params: Any, lr: float, model: Any) -> Any:
     "Make an optimizer that takes the model."
     return cls(model, lr=lr)
+
+
+def build_for(subject: Subject, params: Any, model: torch.nn.Module, lr: float) -> Any:
+    "Make the optimizer for the loop by hand."
+    parameters = getattr(subject.build, 'func', None)
+    takes_model = getattr(parameters, '__name__', '') == 'build_of_model'
+    options = {'model': model} if takes_model else {}
+    return subject.build(params, lr=lr, **options)
 
 
 def build_around_adam(cls: Any, params: Any, lr: float) -> Any:

@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from learnkit.core.errors import OptionError
 from learnkit.core.validation import warn_user
-from tests.sweeps import losses, optimizer_claims, optimizers, schedules
+from tests.helpers.libraries import skip_if_absent
+from tests.sweeps import (
+    log_writers,
+    losses,
+    metric_claims,
+    metrics,
+    module_claims,
+    modules,
+    optimizer_claims,
+    optimizers,
+    schedules,
+    step_time,
+)
 from tests.sweeps.claims import (
     EQUAL,
     NAMED,
     WRONG,
     Claim,
     Inapplicable,
+    NothingToTry,
     by_hand,
     count_claims,
     judge_claim,
@@ -25,29 +37,52 @@ from tests.sweeps.claims import (
 )
 from tests.sweeps.verdicts import Subject, Verdict
 
+MODULES = {'scikit-learn': 'sklearn'}  # by name of the distribution
 
-def find_subject(load: Callable[[str], list[Subject]], title: str) -> Subject:
-    [subject] = [subject for subject in load('torch') if subject.title == title]
+
+def find_subject(load: Callable[[str], list[Subject]], library: str, title: str) -> Subject:
+    skip_if_absent(MODULES.get(library, library))
+    [subject] = [subject for subject in load(library) if subject.title == title]
     return subject
 
 
 SAMPLE = [
-    (optimizers.load_optimizers, optimizer_claims.CLAIMS, 'Adam', 'trains'),
-    (optimizers.load_optimizers, optimizer_claims.CLAIMS, 'NAdam', 'groups'),
-    (optimizers.load_optimizers, optimizer_claims.CLAIMS, 'LBFGS', 'clipping'),
-    (optimizers.load_optimizers, optimizer_claims.CLAIMS, 'RMSprop', 'kill and resume'),
-    (losses.load_losses, losses.CLAIMS, 'CrossEntropyLoss(weight)', 'mean over unequal batches'),
-    (losses.load_losses, losses.CLAIMS, 'MSELoss', 'accumulation'),
-    (schedules.load_schedules, schedules.CLAIMS, 'StepLR', 'skipped steps'),
-    (schedules.load_schedules, schedules.CLAIMS, 'OneCycleLR', 'by epoch'),
+    ('optimizers', 'torch', 'Adam', 'trains'),
+    ('optimizers', 'torch', 'NAdam', 'groups'),
+    ('optimizers', 'torch', 'LBFGS', 'clipping'),
+    ('optimizers', 'torch', 'RMSprop', 'kill and resume'),
+    ('optimizers', 'torch', 'AdamW', 'load'),
+    ('losses', 'torch', 'CrossEntropyLoss(weight)', 'mean over unequal batches'),
+    ('losses', 'torch', 'MSELoss', 'accumulation'),
+    ('schedules', 'torch', 'StepLR', 'skipped steps'),
+    ('schedules', 'torch', 'OneCycleLR', 'by epoch'),
+    ('metrics', 'torchmetrics', 'BinaryAUROC', 'kill and resume'),
+    ('metrics', 'torchmetrics', 'CharErrorRate', 'reset'),
+    ('metrics', 'scikit-learn', 'f1_score', 'unequal batches'),
+    ('metrics', 'scikit-learn', 'matthews_corrcoef', 'one class'),
+    ('loggers', '', 'CSVLogger', 'kill and resume'),
+    ('loggers', '', 'JSONLinesLogger', 'NaN and infinity'),
+    ('modules', 'torch', 'LSTM(dropout)', 'trains'),
+    ('modules', 'torch', 'BatchNorm2d', 'activation checkpointing'),
+    ('modules', 'torch', 'Embedding', 'freezing'),
+    ('modules', 'torch', 'spectral_norm', 'kill and resume'),
 ]
+TABLES: dict[str, tuple[Callable[[str], list[Subject]], dict[str, Claim]]] = {
+    'optimizers': (optimizers.load_optimizers, optimizer_claims.CLAIMS),
+    'losses': (losses.load_losses, losses.CLAIMS),
+    'schedules': (schedules.load_schedules, schedules.CLAIMS),
+    'metrics': (metrics.load_metrics, metric_claims.CLAIMS),
+    'loggers': (log_writers.load_loggers, log_writers.CLAIMS),
+    'modules': (modules.load_modules, module_claims.CLAIMS),
+}
 
 
-@pytest.mark.parametrize(('load', 'claims', 'title', 'claim'), SAMPLE)
+@pytest.mark.parametrize(('family', 'library', 'title', 'claim'), SAMPLE)
 def test_a_sample_is_equal(
-    load: Any, claims: dict[str, Claim], title: str, claim: str, tmp_path: Path
+    family: str, library: str, title: str, claim: str, tmp_path: Path
 ) -> None:
-    subject = find_subject(load, title)
+    load, claims = TABLES[family]
+    subject = find_subject(load, library, title)
     assert judge_claim(partial(claims[claim], subject, tmp_path)) == (EQUAL, '')
 
 
@@ -70,6 +105,8 @@ def test_verdict_of_a_claim() -> None:
         NAMED,
         "the loop by hand fails too: KeyError: 'k'",
     )
+    with pytest.raises(NothingToTry):
+        judge_claim(lambda: fail(NothingToTry()))
     with pytest.raises(Inapplicable):
         by_hand(lambda: fail(KeyError('k')))
 
@@ -93,5 +130,19 @@ def test_table_joins_equal_outcomes() -> None:
         '| lib 1.2 | b | trains, load WRONG: weights |',
     ]
     assert count_claims(verdicts, 'things') == (
-        '3 things, 1 libraries: 2 equal in every claim. Of 6 verdicts: 4 equal, 2 WRONG.'
+        '3 things, 1 library: 2 equal in every claim. Of 6 verdicts: 4 equal, 2 WRONG.'
     )
+
+
+def test_step_times_leave_out_the_first_batches() -> None:
+    slow = [float(i) for i in range(step_time.N_WARM_UP + 1)]
+    assert step_time.median_step([*slow, *(slow[-1] + 0.25 * i for i in (1, 2, 3))]) == 0.25
+
+
+def test_step_times_by_library() -> None:
+    rows = [('a', '1.000'), ('b', '1.500'), ('c', '1.100')]
+    verdicts = [Verdict('lib', '1.2', name, step_time.MEASURED, note) for name, note in rows]
+    verdicts.append(Verdict('lib', '1.2', 'd', step_time.FAILED, 'TypeError: no'))
+    counts, table = step_time.describe(verdicts)
+    assert counts.startswith('3 optimizers, 1 library: 1.10 of') and '1 above 1.3' in counts
+    assert table.splitlines()[-1] == '| lib 1.2 | 3 | 1.10 | 1.50, b |'

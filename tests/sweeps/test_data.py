@@ -79,7 +79,7 @@ def test_table_groups_titles_of_a_library_and_verdict() -> None:
         '| lib 1.2 | a; b | exact |',
         '| lib 1.2 | c | WRONG: samples |',
     ]
-    assert count_verdicts(verdicts, 'loaders') == '3 loaders, 1 libraries: 2 exact, 1 WRONG.'
+    assert count_verdicts(verdicts, 'loaders') == '3 loaders, 1 library: 2 exact, 1 WRONG.'
 
 
 def test_write_between_keeps_the_rest(tmp_path: Path) -> None:

@@ -95,12 +95,17 @@ def save_verdicts(sweep: str, verdicts: Iterable[Verdict]) -> None:
     (RESULTS / f'{sweep}.json').write_text(text, 'utf-8')
 
 
+def count_libraries(n: int) -> str:
+    "Return a number of libraries in words."
+    return f'{n} library' if n == 1 else f'{n} libraries'
+
+
 def count_verdicts(verdicts: Sequence[Verdict], what: str) -> str:
     "Return a sentence with the number of subjects of each verdict."
     kinds = [verdict.verdict for verdict in verdicts]
     counts = [f'{kinds.count(kind)} {kind}' for kind in ORDER if kind in kinds]
     libraries = {verdict.library for verdict in verdicts} - {''}
-    return f'{len(verdicts)} {what}, {len(libraries)} libraries: {", ".join(counts)}.'
+    return f'{len(verdicts)} {what}, {count_libraries(len(libraries))}: {", ".join(counts)}.'
 
 
 def make_table(
