@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -70,6 +71,7 @@ def select_installed(subjects: Iterable[Subject]) -> list[Subject]:
 def shorten(text: str) -> str:
     "Return the first sentence of a text, in one line of a table."
     line = ' '.join(text.split()).replace('|', '/')
+    line = re.sub(r'(?<!\S)/\S+/', '', line)  # folders of this machine
     sentence = line.partition('. ')[0].rstrip('.')
     return sentence if len(sentence) <= LONGEST else sentence[:LONGEST].rsplit(' ', 1)[0] + ' ...'
 
