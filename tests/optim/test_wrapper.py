@@ -196,7 +196,7 @@ def test_a_rate_in_a_tensor_is_filled_in_place() -> None:
 @pytest.mark.parametrize(
     ('name', 'value', 'text'),
     [
-        ('lr', [1.0, 2.0], r'lr: 2 values for 3 param groups\. Give one, 3, or a slice'),
+        ('lr', [1.0, 2.0], r'lr: 2 values for 3 param groups\. Pass one, 3, or a slice'),
         ('wdd', 0.1, 'wdd is not a hyperparameter of Adam: it has lr, mom, sqr_mom, wd, eps.*`wd`'),
         ('alpha', 0.1, 'alpha is not a hyperparameter of Adam'),
     ],
