@@ -53,7 +53,7 @@ def unlike(b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 BAD: list[tuple[Any, Any, Callable[..., Any] | None, type[Exception], str]] = [
-    (MixUp, no_reduction, None, LossError, 'no_reduction has no `reduction`. Give it that keyword'),
+    (MixUp, no_reduction, None, LossError, 'no_reduction has no `reduction`. Add that keyword'),
     (CutMix, Plain(), None, LossError, 'Plain has no `reduction`'),
     (
         MixUp,
