@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callback that steps a learning rate scheduler of torch during a fit."""
+"""Callback that steps a learning rate scheduler of torch or timm during a fit."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class LRScheduler(Callback):
-    """Run one of torch's schedulers after each epoch, or after each batch with an optimizer step.
+    """Run a scheduler of torch or timm after each epoch, or after each batch with an optimizer step.
 
     A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which
     starts from the rates of that fit and has one param group per group of the learner's splitter. A
     scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the epoch's
     row of the history, also NaN; an epoch without a value does not advance it. By default torch
     compares relative to the best value, which is wrong for negative values: a warning recommends
-    `threshold_mode='abs'`.
+    `threshold_mode='abs'`. A scheduler of timm gets the number of epochs, or of steps of the optimizer, of this
+    fit: `step(epoch, metric)` or `step_update(num_updates)`, as its `t_in_epochs` says.
 
     With `only`, the scheduler has the param groups of one of several optimizers; by batch, it advances
     after a batch in which that optimizer has stepped. Each optimizer may have its own callback.
@@ -41,7 +42,8 @@ class LRScheduler(Callback):
     `learn.resume(lr_scale=0.5)` the optimizer gets half of the scheduler's rates. Checkpointed: the
     scheduler's state and this factor. Raises before training `MetricError` for a `monitor` that
     resembles a column, `OptimizerError` for an unknown optimizer, and `OptionError` for a scheduler
-    whose `step` requires other arguments, as in timm, and for one by batch that needs a value.
+    whose `step` requires other arguments, for one by batch that needs a value, and for one of timm that counts in
+    the other unit.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -86,6 +88,7 @@ class LRScheduler(Callback):
         # number of optimizer steps at the last check; None: unknown until the next batch
         self._n_steps: int | None = 0
         self._wants_value = False
+        self._n_advanced = 0  # number of times that the scheduler has advanced in this fit
         self._has_begun = False  # whether the running fit has a scheduler
         self._has_warned = False  # whether this fit has warned of a negative value
 
@@ -96,12 +99,16 @@ class LRScheduler(Callback):
             self.lr_scale = None  # of an earlier fit
         self._view = _GroupView(self.learn.opt, self.only)
         self.scheduler = self._factory(self._view)
-        check_scheduler(self.scheduler)
+        check_scheduler(self.scheduler, self.by)
+        self._n_advanced = 0
         self._view.step()  # or torch warns of a scheduler that is ahead of its optimizer
         self._n_steps = self.learn.opt.count_steps(self.only)
         self._has_begun = True
         self._has_warned = False
-        self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
+        self._wants_value = (
+            'metrics' in inspect.signature(self.scheduler.step).parameters
+            or find_plateau(self.scheduler) is not None
+        )
         if self._wants_value and self.by == 'batch':
             raise OptionError(
                 f"LRScheduler({type(self.scheduler).__name__}, by='batch'): it needs the value of an epoch. "
@@ -184,9 +191,8 @@ class LRScheduler(Callback):
 
     def _warn_of_negative_best(self) -> None:
         "Warn once per fit if the best value is below 0: with a relative threshold, an equal value counts as better."
-        scheduler = self.scheduler
-        is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if self._has_warned or not is_plateau or not -inf < scheduler.best < 0:
+        scheduler = find_plateau(self.scheduler)
+        if self._has_warned or scheduler is None or not -inf < scheduler.best < 0:
             return
         if scheduler.threshold_mode != 'rel' or not scheduler.threshold:
             return
@@ -201,7 +207,13 @@ class LRScheduler(Callback):
 
     def _advance(self, *value: float) -> None:
         self._view.read()
-        self.scheduler.step(*value)
+        self._n_advanced += 1
+        if not takes_number(self.scheduler):
+            self.scheduler.step(*value)
+        elif self.by == 'epoch':
+            self.scheduler.step(self._n_advanced, *value)
+        else:
+            self.scheduler.step_update(self._n_advanced)
         self._view.write()
 
     def cleanup(self) -> None:
@@ -219,6 +231,7 @@ class LRScheduler(Callback):
             'scheduler': keep_storable(read_scheduler(self.scheduler)),
             'groups': deepcopy(groups),
             'lr_scale': self.lr_scale,
+            'n_advanced': self._n_advanced,
         }
 
     @override
@@ -234,6 +247,7 @@ class LRScheduler(Callback):
         self._n_steps = None
         sd = deepcopy(sd)  # some schedulers change the state that they load
         load_scheduler(self.scheduler, sd['scheduler'])
+        self._n_advanced = sd['n_advanced']
         if not self._is_kept:
             self.lr_scale = sd['lr_scale']
         self._view.lr_scale = self.lr_scale
@@ -246,20 +260,38 @@ class LRScheduler(Callback):
             self._view.write()
 
 
+def takes_number(scheduler: Any) -> bool:
+    "Return True for a scheduler of timm, which is called with the number of epochs or steps so far."
+    return callable(getattr(scheduler, 'step_update', None))
+
+
+def find_plateau(scheduler: Any) -> torch.optim.lr_scheduler.ReduceLROnPlateau | None:
+    "Return torch's `ReduceLROnPlateau`, which timm's `PlateauLRScheduler` holds; None for other schedulers."
+    inner = getattr(scheduler, 'lr_scheduler', None) if takes_number(scheduler) else scheduler
+    return inner if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau) else None
+
+
 def read_scheduler(scheduler: Any) -> dict[str, Any]:
-    "Return the state of a scheduler; one without `state_dict` has its attributes, as torch's schedulers do."
-    if callable(getattr(scheduler, 'state_dict', None)):
+    """Return the state of a scheduler; one without `state_dict` has its attributes, as torch's schedulers do.
+
+    So has a scheduler of timm, whose `state_dict` may lack the count of epochs that were not better."""
+    if callable(getattr(scheduler, 'state_dict', None)) and not takes_number(scheduler):
         state: dict[str, Any] = scheduler.state_dict()
         return state
-    return {name: value for name, value in vars(scheduler).items() if name != 'optimizer'}
+    plateau = find_plateau(scheduler)
+    attributes = {name: value for name, value in vars(scheduler).items() if name != 'optimizer'}
+    return attributes if plateau is None else {**attributes, 'lr_scheduler': plateau.state_dict()}
 
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     "Load a state that `read_scheduler` has returned."
-    if callable(getattr(scheduler, 'load_state_dict', None)):
+    if callable(getattr(scheduler, 'load_state_dict', None)) and not takes_number(scheduler):
         scheduler.load_state_dict(state)
-    else:
-        vars(scheduler).update(state)
+        return
+    plateau = find_plateau(scheduler)
+    if plateau is not None:
+        plateau.load_state_dict(state['lr_scheduler'])
+    vars(scheduler).update({k: v for k, v in state.items() if k != 'lr_scheduler'})
 
 
 class _GroupView(torch.optim.Optimizer):
@@ -344,20 +376,35 @@ def check_betas(value: Any) -> None:
                 list_values('mom', [beta], 1)
 
 
-def check_scheduler(scheduler: Any) -> None:
-    "Raise `OptionError` for an object that cannot be stepped as a scheduler of torch."
+def check_scheduler(
+    scheduler: Any,
+    by: str,  # unit of its steps
+) -> None:
+    "Raise `OptionError` for an object that cannot be stepped as a scheduler of torch or timm."
     name = type(scheduler).__name__
     step = getattr(scheduler, 'step', None)
     if not callable(step):
         raise OptionError(f'LRScheduler: {name} has no `step()`. Pass f(optimizer) -> scheduler.')
     parameters = inspect.signature(step).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARRED]
+    if takes_number(scheduler) and required == ['epoch']:
+        _check_unit(scheduler, by)
+        return
     unknown = [parameter for parameter in required if parameter != 'metrics']
     if unknown:
         raise OptionError(
             f'{name}.step() requires {" and ".join(unknown)}, and LRScheduler calls `step()`, as torch does. Pass a '
             'scheduler of torch.optim.lr_scheduler, use a schedule of learnkit (`fit_one_cycle`, `ParamScheduler`), or '
             f'call {name} in a callback, such as `Callback(before_epoch=lambda cb: scheduler.step(cb.epoch))`.'
+        )
+
+
+def _check_unit(scheduler: Any, by: str) -> None:
+    "Raise `OptionError` for a scheduler of timm that would not advance, because it counts in the other unit."
+    unit = 'epoch' if getattr(scheduler, 't_in_epochs', True) else 'batch'
+    if unit != by:
+        raise OptionError(
+            f'{type(scheduler).__name__} has t_in_epochs={unit == "epoch"}: pass `LRScheduler(..., by={unit!r})`.'
         )
 
 

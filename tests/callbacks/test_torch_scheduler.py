@@ -361,18 +361,100 @@ def test_a_rate_that_a_batch_would_use_is_checked() -> None:
 
 
 class ByEpoch:
-    "A scheduler as timm's: `step` requires the epoch."
+    "A scheduler whose `step` requires the epoch."
 
     def __init__(self, opt: Any) -> None:
-        self.rates = [group['lr'] for group in opt.param_groups]
+        self.optimizer = opt
+        self.base_values = [group['lr'] for group in opt.param_groups]
 
-    def step(self, epoch: int, metric: float | None = None) -> None: ...
-
-    def step_update(self, num_updates: int, metric: float | None = None) -> None: ...
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        raise NotImplementedError
 
 
 class ByBoth(ByEpoch):
     def step(self, epoch: int, *, n: int, **options: Any) -> None: ...  # type: ignore[override]
+
+
+class Counted(ByEpoch):
+    "A scheduler as timm's, by the count of epochs or of steps."
+
+    def __init__(self, opt: Any, t_in_epochs: bool = True) -> None:
+        super().__init__(opt)
+        self.t_in_epochs = t_in_epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'base_values': self.base_values}
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        assert metric is None
+        self.set_rates(epoch if self.t_in_epochs else None)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        self.set_rates(None if self.t_in_epochs else num_updates)
+
+    def set_rates(self, n: int | None) -> None:
+        for group, base in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group['lr'] = group['lr'] if n is None else base / (1 + n)
+
+
+class CountedPlateau(Counted):
+    "As timm's `PlateauLRScheduler`: it holds torch's, and its state dict has no count of bad epochs."
+
+    def __init__(self, opt: Any) -> None:
+        super().__init__(opt)
+        self.lr_scheduler = torch_lr.ReduceLROnPlateau(opt, factor=0.5, patience=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'best': self.lr_scheduler.best}
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        assert epoch == self.lr_scheduler.last_epoch + 1 and metric is not None
+        self.lr_scheduler.step(metric)
+
+
+@pytest.mark.parametrize('by', ['epoch', 'batch'])
+def test_a_scheduler_that_is_called_with_a_count(by: str, tmp_path: Path) -> None:
+    make = partial(Counted, t_in_epochs=by == 'epoch')
+    learn = learner()
+    n = 5 if by == 'batch' else 1
+    for _ in range(2):  # each fit counts from its own begin
+        learn.fit(3, 0.6, cbs=LRScheduler(make, by=by))
+        assert learn.opt.hypers[0]['lr'] == pytest.approx(0.6 / (1 + 3 * n))
+    resumed = learner(path=tmp_path)
+    fit = partial(resumed.fit, 3, 0.6, resume=True)
+    with pytest.raises(ZeroDivisionError):
+        fit(cbs=[Checkpoint('1ba'), LRScheduler(make, by=by), Callback(before_epoch=fail_late)])
+    fit(cbs=[Checkpoint('1ba'), LRScheduler(make, by=by)])
+    assert resumed.opt.hypers[0]['lr'] == pytest.approx(0.6 / (1 + 3 * n))
+
+
+def fail_late(cb: Any) -> None:
+    if cb.epoch == 2:
+        raise ZeroDivisionError
+
+
+def test_a_plateau_that_is_called_with_a_count_resumes_with_its_bad_epochs(tmp_path: Path) -> None:
+    column = Callback(after_train=lambda cb: cb.learn.log('mine', 1.0))
+    cb = partial(LRScheduler, CountedPlateau, monitor='mine')
+    learn = learner()
+    learn.fit(4, 0.8, cbs=[cb(), column])
+    assert (
+        learn.opt.hypers[0]['lr'] == 0.4
+    )  # the second and the third epoch after the best one are bad
+    resumed = learner(path=tmp_path)
+    fit = partial(resumed.fit, 4, 0.8, resume=True)
+    with pytest.raises(ZeroDivisionError):
+        fit(cbs=[Checkpoint('1ba'), cb(), column, Callback(before_epoch=fail_late)])
+    fit(cbs=[Checkpoint('1ba'), cb(), column])
+    assert resumed.opt.hypers[0]['lr'] == 0.4
+
+
+@pytest.mark.parametrize(('by', 't_in_epochs'), [('epoch', False), ('batch', True)])
+def test_a_scheduler_that_counts_in_the_other_unit_is_refused(by: str, t_in_epochs: bool) -> None:
+    learn = learner()
+    with pytest.raises(OptionError, match=f't_in_epochs={t_in_epochs}'):
+        learn.fit(1, cbs=LRScheduler(partial(Counted, t_in_epochs=t_in_epochs), by=by))
+    assert learn.train_iter == 0
 
 
 @pytest.mark.parametrize(
