@@ -341,7 +341,7 @@ class Learner(Loop):
 
             keep_pause(self, call, e)
             if not isinstance(e, FitPaused):
-                if isinstance(e, KeyboardInterrupt) and not e.args and outer is None:
+                if isinstance(e, KeyboardInterrupt) and request.has_raised and outer is None:
                     e.args = tuple(self._describe_stop())
                 raise
         finally:

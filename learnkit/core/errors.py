@@ -437,7 +437,7 @@ class FolderInUseError(CheckpointError):
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
     ...     try: FolderLock(folder).acquire()  # as a second `Checkpoint` would
     ...     except FolderInUseError as e: print(str(e).replace(folder, 'checkpoints'))
-    checkpoints is in use: this process has been writing there since ... give this one its own folder, or end
+    checkpoints is in use: this process has been writing there since ... give this run its own folder, or end
     the other.
     """
 

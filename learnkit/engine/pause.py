@@ -79,6 +79,7 @@ class PauseRequest:
     def __init__(self, learn: Learner | None = None) -> None:
         self.learn = learn
         self.is_interrupt = False  # whether Ctrl-C has made the request
+        self.has_raised = False  # whether Ctrl-C has raised an exception at once
         self.restored: Any = None  # `Pause` that is being restored
         self.failure: Failure | None = None  # the last handler that has raised
         # random generators at the start of the fit, and then of the epoch
@@ -165,6 +166,7 @@ class PauseRequest:
             if not _is_loader_worker():
                 raise KeyboardInterrupt
         elif self.is_interrupt or not self._is_within_pass():
+            self.has_raised = True
             raise KeyboardInterrupt
         else:
             self.is_interrupt = True

@@ -176,7 +176,7 @@ def test_within_an_accumulation() -> None:
     learn = make(make_tensors(4), cbs=GradientAccumulation(12))
     learn.fit(1, pause_at='2ba')
     learn.dls = make_tensors(8)
-    with pytest.raises(OptionError, match='accumulation'):
+    with pytest.raises(OptionError, match='accumulated'):
         learn.resume(at_once=True)
 
 
