@@ -34,7 +34,7 @@ from learnkit.engine.callback import Callback
 from learnkit.learner import Learner
 from tests.helpers.clock import use_clock
 from tests.helpers.forks import start
-from tests.helpers.kernel import kernel_env, kernel_name
+from tests.helpers.kernel import kernel_env
 
 CLOCK = r'\d\d:\d\d'
 
@@ -459,8 +459,10 @@ def test_a_terminal_keeps_the_bar_that_was_stopped(terminal: list[str]) -> None:
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "Return a notebook that was executed in a new kernel, saved and read."
     nbformat = pytest.importorskip('nbformat')
-    nbclient = pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')
+    pytest.importorskip('nbclient')
+    from tests.helpers.notebooks import make_client
+
     cells = [
         SCRIPT,
         'make_learner(100, 10, wait_s=0.001).fit(5)',
@@ -469,7 +471,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ]
     folder = tmp_path_factory.mktemp('notebook')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=600)
+    client = make_client(nb, allow_errors=True)
     with warnings.catch_warnings():
         # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')

@@ -275,7 +275,7 @@ def test_a_run_of_two_processes_in_one(tmp_path: Path) -> None:
         return keep.states, learn.recorder.smooth_loss.raw
 
     (states, losses), _ = run_ranks(job, 2)
-    with pytest.warns(UserWarning, match='of 2 processes'):
+    with pytest.warns(UserWarning, match='2 processes'):
         moment = make_exact(Keep()).rewind('13ba')
     for name, value in moment.learn.model.state_dict().items():
         assert torch.allclose(value, states[13][name], atol=1e-6, rtol=0)

@@ -145,7 +145,7 @@ def test_repeated_blocks_are_cut_on_their_own():
     assert find_units(nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1)), None) == []
     both = find_units(model, (Block, nn.Sequential))
     assert both.index(model.blocks[0].inner) < both.index(model.blocks[0])  # inner ones first
-    with pytest.raises(OptionError, match='no such module'):
+    with pytest.raises(OptionError, match='no such submodule'):
         find_units(model, nn.Conv2d)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
+from tempfile import gettempdir
 from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +25,11 @@ def kernel_env(folder: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
     own = {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(folder / '.ipython')}
     return env | own
+
+
+def make_sockets() -> dict[str, str]:
+    "Return options of a kernel manager with sockets in files: kernels that start at once may draw the same port."
+    return {'transport': 'ipc', 'ip': f'{gettempdir()}/kernel-{uuid4().hex[:12]}'}
 
 
 class Kernel:
@@ -78,15 +85,17 @@ class Kernel:
 @contextmanager
 def running_kernel(folder: Path, setup: str) -> Iterator[Kernel]:
     "Yield a kernel that has run the set-up."
-    from jupyter_client.manager import start_new_kernel
+    from jupyter_client.manager import KernelManager
 
     with warnings.catch_warnings():
         # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
-        manager, client = start_new_kernel(
-            kernel_name=kernel_name(), env=kernel_env(folder), cwd=str(folder)
-        )
+        manager = KernelManager(kernel_name=kernel_name(), **make_sockets())
+        manager.start_kernel(env=kernel_env(folder), cwd=str(folder))
+        client = manager.client()
+        client.start_channels()
         try:
+            client.wait_for_ready(timeout=300)
             kernel = Kernel(manager, client)
             if faults := [o for o in kernel.run(setup) if o['output_type'] in ('error', 'stream')]:
                 raise RuntimeError(f'The set-up says {faults}')

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.kernel import kernel_env, kernel_name
+from tests.helpers.kernel import kernel_env, kernel_name, make_sockets
 
 nbformat = pytest.importorskip('nbformat')
 
@@ -30,12 +30,20 @@ def code_cells(nb: Any) -> list[Any]:
     return [cell for cell in nb.cells if cell.cell_type == 'code']
 
 
+def make_client(nb: Any, **options: Any) -> Any:
+    "Return a client that runs a notebook in a kernel of its own."
+    from traitlets.config import Config
+
+    config = Config({'KernelManager': make_sockets()})
+    return nbclient.NotebookClient(
+        nb, timeout=600, kernel_name=kernel_name(), config=config, **options
+    )
+
+
 def execute(nb: Any, cwd: Path) -> None:
     "Run every cell in a fresh kernel, in a folder for its files."
     nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
-    client = nbclient.NotebookClient(
-        nb, timeout=600, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
-    )
+    client = make_client(nb, resources={'metadata': {'path': str(cwd)}})
     with warnings.catch_warnings():
         # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
