@@ -8,7 +8,7 @@ import signal
 import warnings
 from functools import partial
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -78,6 +78,14 @@ def children() -> list[int]:
     return found
 
 
+def wait_for_workers() -> None:
+    "Wait until no worker is left: the threads of one that was killed may end after its main thread."
+    end = monotonic() + 60
+    while (found := [*children(), *multiprocessing.active_children()]) and monotonic() < end:
+        sleep(0.01)
+    assert not found, 'no orphans'
+
+
 def job(what: str, folder: Path, persistent: bool) -> None:
     "Fit, which has to fail, and fit again without the fault."
     warnings.filterwarnings('ignore', PERSISTENT)
@@ -91,7 +99,7 @@ def job(what: str, folder: Path, persistent: bool) -> None:
     del caught
     gc.collect()  # the traceback, which has the workers
     if not persistent:
-        assert not children() and not multiprocessing.active_children(), 'no orphans'
+        wait_for_workers()
     learn.logger = print
     is_clean(learn)
     learn.logger = noop
