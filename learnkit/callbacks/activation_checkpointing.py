@@ -28,7 +28,7 @@ class ActivationCheckpointing(Callback):
     trace in them: running statistics are updated once. It works with all strategies of
     `learn.distributed`. No state.
 
-    Raises `ModelError` for a model without such modules.
+    Raises `ModelError` for a model without such modules, and for `RReLU` in them, which torch trains wrongly there.
 
     Source: Chen et al., 2016, by `torch.utils.checkpoint`.
 
@@ -73,6 +73,12 @@ class ActivationCheckpointing(Callback):
         if not found:
             raise ModelError(
                 f'{self}: {type(model).__name__} has no such modules. Pass their class, `modules=Block`.'
+            )
+        inside = [child for m in found for child in m.modules() if isinstance(child, nn.RReLU)]
+        if inside:
+            raise ModelError(
+                f'{self}: {type(model).__name__} has RReLU in a checkpointed module, which torch {torch.__version__} '
+                'trains with wrong gradients: use LeakyReLU, or leave the module out.'
             )
         return found
 

@@ -88,6 +88,14 @@ def test_refused_before_anything_has_changed() -> None:
     assert not any('forward' in vars(m) for m in model.modules())
 
 
+def test_random_slopes_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 1), nn.RReLU()))
+    learn = learner(model, ActivationCheckpointing(lambda m: m is model[0]))
+    with pytest.raises(ModelError, match='RReLU'), learn.no_bar():
+        learn.fit(1)
+    assert learn.train_iter == 0 and 'forward' not in vars(model[0])
+
+
 class RunningMean(nn.Module):
     "Subtract a running mean, which each call updates; `replaces` puts another tensor in its place."
 

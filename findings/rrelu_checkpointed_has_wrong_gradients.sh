@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# `nn.RReLU` in a checkpointed part of a model has gradients from memory that nobody has written.
+# `nn.RReLU` in a checkpointed part of a model has wrong gradients, without an error or a warning.
 #
 # One expects the gradients of the model without checkpointing, as of dropout, whose random numbers are drawn again.
-# RReLU writes its random slopes into a tensor that its backward pass reads. With checkpointing that pass reads another
-# tensor, which was not filled: gradients of 1e+35, of 1e-33 or NaN were seen.
-# Two runs differ, and no error or warning says so; the loss and the outputs are right.
+# RReLU draws random slopes in the forward pass, and reads them in the backward pass. With checkpointing, gradients of
+# 1e+35, of 1e-33 or NaN were seen, as if it read a tensor that was not filled. Two runs differ; the loss and the outputs
+# are right.
 #
 # Versions: torch 2.13.0, numpy 2.3.5. Output seen:
 #     gradient without checkpointing: 0.3200
