@@ -135,7 +135,7 @@ def _make_pause_of_error(learn: Learner, call: FitCall, failure: Failure | None)
         return _make_pause_in_evaluation(learn, call, failure)
     if is_over or (positions.left is None and request.count_drawn(learn)):
         raise NotPaused('it was interrupted between two events')
-    if positions.left is None or positions.was_drawing or event == 'before_draw':
+    if positions.left is None or positions.is_drawing or event == 'before_draw':
         return _make_pause_in_draw(learn, call)
     return _make_pause_in_batch(learn, call, failure)
 
@@ -182,7 +182,7 @@ def _make_pause_in_draw(learn: Learner, call: FitCall) -> Pause:
     learn.iter = learn.run.request.count_drawn(learn) - 1
     positions = learn.parts.positions
     position = positions.position
-    is_intact = positions.left is not None and not positions.was_drawing
+    is_intact = positions.left is not None and not positions.is_drawing
     pause = make_pause(learn, call, 'batch', is_intact)
     if is_intact:
         return pause

@@ -156,8 +156,9 @@ class TrainingPositions(Source):
         self._current: Iterator[Any] | None = None  # batches of the open pass
         self.iterator: Any = None  # the loader's iterator that yields them
         self.left: Iterator[Any] | None = None  # batches of a pass that an exception has left
-        self.is_drawing = False  # True while the next batch of the open pass is awaited
-        self.was_drawing = False  # the same when an exception has left the pass
+        self.is_drawing = (
+            False  # True while the next batch is awaited; kept when an exception leaves the pass
+        )
         self.is_ending = False  # True while the end of a pass is recorded
         # numbers of batches and steps over all fits when the last batch was drawn
         self.n_trained = self.n_steps = 0
@@ -239,8 +240,6 @@ class TrainingPositions(Source):
         self.is_ending = True
         self.n_drawn = learn.iter + 1
         self._current = None
-        self.was_drawing = self.is_drawing
-        self.is_drawing = False
         # a pass that an exception has left may be continued
         self.left = None if sys.exception() is None else batches
         if self.left is None:

@@ -56,8 +56,8 @@ class LocalBatch:
             )
         if max(sizes) > size and min(sizes) < max(sizes):
             raise BatchError(
-                f'The loaders gave batches of {" and ".join(map(str, sizes))} samples, which cannot be split into '
-                'microbatches together. Give them one batch size and drop_last=True, or accumulate smaller batches '
+                f'The loaders returned batches of {" and ".join(map(str, sizes))} samples, which cannot be split into '
+                'microbatches together. Use one batch size and drop_last=True, or accumulate smaller batches '
                 'with `GradientAccumulation`.'
             )
         return microbatches(xb, yb, size, n)

@@ -8,9 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
+from learnkit import Callback
 from learnkit.core import validation
 from learnkit.core.errors import LearnkitError
-from tests.helpers.forks import HarnessError, Planned, start
+from tests.helpers.forks import HarnessError, Planned, reached, start
 from tests.sweeps.verdicts import Subject, Verdict, count_libraries, find_version, shorten
 
 EQUAL = 'equal'
@@ -18,6 +21,7 @@ NAMED = 'named'  # a typed error or a warning, or the loop by hand fails too
 WRONG = 'WRONG'
 KINDS = (EQUAL, NAMED, WRONG)
 TIMEOUT_S = 300
+Weights = dict[str, Tensor]
 # f(subject, folder) -> what differs from the loop by hand
 Claim = Callable[[Subject, Path], list[str]]
 
@@ -37,6 +41,23 @@ def by_hand(run: Callable[[], Any]) -> Any:
     except Exception as e:
         text = shorten(f'{type(e).__name__}: {e}')
         raise Inapplicable(f'the loop by hand fails too: {text}') from e
+
+
+class Killed(Callback):
+    "The place at which a run is killed."
+
+    order = -50
+
+    def before_batch(self) -> None:
+        reached('batch')
+
+    def state_dict(self) -> None:
+        return None
+
+
+def weights_of(model: nn.Module) -> Weights:
+    "Return a copy of the weights and buffers."
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def run_killed(

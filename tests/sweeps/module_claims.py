@@ -16,13 +16,21 @@ from torch.nn.functional import mse_loss
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from learnkit import EMA, Callback, Checkpoint, DataLoaders, Learner
+from learnkit import EMA, Checkpoint, DataLoaders, Learner
 from learnkit.callbacks import ActivationCheckpointing
 from learnkit.callbacks.hooks import Hook
 from learnkit.checkpoint.digest import differences
-from tests.helpers.forks import reached
 from tests.helpers.resuming import scramble
-from tests.sweeps.claims import Claim, Inapplicable, NothingToTry, by_hand, run_killed
+from tests.sweeps.claims import (
+    Claim,
+    Inapplicable,
+    Killed,
+    NothingToTry,
+    Weights,
+    by_hand,
+    run_killed,
+    weights_of,
+)
 from tests.sweeps.modules import BS, Inputs
 from tests.sweeps.verdicts import Subject
 
@@ -30,7 +38,6 @@ N_EPOCH, N_BATCH = 2, 3
 LR = 0.05
 MICROBATCH = 4
 KILLS = (2, 3)  # at which batch of its process a run is killed
-Weights = dict[str, Tensor]
 Batch = tuple[Tensor, ...]  # inputs and targets
 
 
@@ -59,18 +66,6 @@ class Model(nn.Module):
         return pred
 
 
-class Killed(Callback):
-    "The place at which a run is killed."
-
-    order = -50
-
-    def before_batch(self) -> None:
-        reached('batch')
-
-    def state_dict(self) -> None:
-        return None
-
-
 def make_batches(inputs: Inputs) -> list[Batch]:
     "Return the batches of an epoch."
     generator = torch.Generator().manual_seed(1)
@@ -94,11 +89,6 @@ def make_model(subject: Subject) -> Model:
         with torch.no_grad():
             by_hand(lambda: model.eval()(*xb))
     return model.train()
-
-
-def weights_of(model: nn.Module) -> Weights:
-    "Return a copy of the weights and buffers."
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 # -- both loops ------------------------------------------------------------------------------------

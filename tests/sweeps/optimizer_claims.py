@@ -17,7 +17,6 @@ from torch.nn.functional import mse_loss
 
 from learnkit import (
     EMA,
-    Callback,
     Checkpoint,
     DataLoaders,
     GradientAccumulation,
@@ -26,15 +25,21 @@ from learnkit import (
     MixedPrecision,
 )
 from learnkit.checkpoint.digest import differences
-from tests.helpers.forks import reached
 from tests.helpers.resuming import scramble
-from tests.sweeps.claims import Claim, Inapplicable, by_hand, run_killed
+from tests.sweeps.claims import (
+    Claim,
+    Inapplicable,
+    Killed,
+    Weights,
+    by_hand,
+    run_killed,
+    weights_of,
+)
 from tests.sweeps.optimizers import Training, build_for
 from tests.sweeps.verdicts import Subject
 
 N_EPOCH, N_BATCH, BS = 2, 4, 4
 KILLS = (3, 3)  # at which batch of its process a run is killed
-Weights = dict[str, Tensor]
 Batches = list[tuple[Tensor, Tensor]]
 TORCH_MODES = ('train', 'eval')
 
@@ -44,18 +49,6 @@ class SecondOrder(Learner):
 
     def _backward(self, **options: Any) -> None:
         super()._backward(create_graph=True, **options)
-
-
-class Killed(Callback):
-    "The place at which a run is killed."
-
-    order = -50
-
-    def before_batch(self) -> None:
-        reached('batch')
-
-    def state_dict(self) -> None:
-        return None
 
 
 def make_model(kind: str) -> nn.Sequential:
@@ -80,11 +73,6 @@ def make_batches(kind: str, dtype: torch.dtype = torch.float32) -> Batches:
         else:
             batches.append((x.to(dtype), y))
     return batches
-
-
-def weights_of(model: nn.Module) -> Weights:
-    "Return a copy of the weights."
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def split_halves(model: nn.Sequential) -> list[list[nn.Parameter]]:
