@@ -118,14 +118,14 @@ def _make_pause_of_error(learn: Learner, call: FitCall, failure: Failure | None)
     The place is found by the handler that has raised it, or else by the state of the source."""
     request, positions = learn.run.request, learn.parts.positions
     event = '' if failure is None else failure.event
+    if event == 'after_cancel_fit':
+        raise NotPaused('it was cancelled')
     if not request.has_epoch or event in _BEGIN:
         return _make_pause_at_begin(learn, call, failure)
     if failure is not None and event in _END_OF_EPOCH:
         return _make_pause_at_end(learn, call, failure)
     if event in _EVALUATION or (failure is not None and failure.in_evaluation):
         return _make_pause_in_evaluation(learn, call, failure)
-    if event == 'after_cancel_fit':
-        raise NotPaused('it was cancelled')
     if not request.has_begun:
         return _make_pause_at_begin(learn, call, failure)
     is_over = learn.parts.counters.epochs > request.n_epochs

@@ -3,7 +3,8 @@
 
 A signal can arrive between any two instructions of Python. If it arrives inside the `__exit__` of a context, the rest
 of this method is skipped. `deferred_interrupts` delays `KeyboardInterrupt` until all contexts of a run are entered, or
-left. `run_all` runs all steps of a list even if some raise."""
+left. Its handler stays installed for the whole context, and one assignment changes what it does: no signal comes in
+the middle of it. `run_all` runs all steps of a list even if some raise."""
 
 from __future__ import annotations
 
@@ -17,88 +18,100 @@ from typing import Self
 Handler = Callable[[int, FrameType | None], object]
 
 _ATTEMPTS = 10  # maximum number of times that an interrupted step is run
-# a token for each running `allow_interrupts`
-_allowed: list[object] = []
 
 
-@contextmanager
-def allow_interrupts() -> Iterator[None]:
-    "Let Ctrl-C interrupt user code, which may take long, at once although a run is being ended."
-    token = object()
-    _allowed.append(token)
-    try:
-        yield
-    finally:
-        _allowed.remove(token)
+class UserCode:
+    "Whether code of users runs while a run is being ended: it may take long, so Ctrl-C interrupts it at once."
+
+    is_running = False
+
+
+user_code = UserCode()
 
 
 class deferred_interrupts:
     """Delay Ctrl-C within a context, except while it is paused.
 
     The first Ctrl-C raises `KeyboardInterrupt` when the context is paused or left, the second one immediately. This
-    context has an effect only in the main thread, and only if Python's default signal handler is installed. That
-    handler is restored in the block of `with deferred.paused()` and at the end.
+    context has an effect only in the main thread, and only if Python's default signal handler is installed, or that of
+    an outer context. A delayed Ctrl-C is then handled as the outer context handles it.
 
-    >>> handler = signal.getsignal(signal.SIGINT)
-    >>> with deferred_interrupts() as deferred, deferred.paused():
-    ...     print(signal.getsignal(signal.SIGINT) is handler)
-    True
+    >>> with deferred_interrupts() as deferred:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     print('set up')
+    ...     try:
+    ...         with deferred.paused(): pass
+    ...     except KeyboardInterrupt: print('interrupted')
+    set up
+    interrupted
     """
 
     def __init__(self) -> None:
-        self._is_active = False
+        # the context whose handler is installed; None: no effect
+        self._owner: deferred_interrupts | None = None
+        self._handler: Handler | None = None  # None: an interrupt is delayed
+        self._outer: Handler | None = signal.default_int_handler  # handler outside of this context
         self._is_waiting = False  # True while an interrupt is delayed
+        self._is_leaving = False  # True from the moment on when nothing may raise before the end
 
     def __enter__(self) -> Self:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._is_active = True
-            self._install()
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        found = signal.getsignal(signal.SIGINT)
+        owner = getattr(found, '__self__', None)
+        if isinstance(owner, deferred_interrupts):
+            self._owner = owner
+            self._outer = owner._handler
+            owner._handler = None
+        elif found is signal.default_int_handler:
+            self._owner = self
+            signal.signal(signal.SIGINT, self._receive)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._uninstall()
-        self._is_active = False
-        self._raise_delayed()
+        owner = self._owner
+        if owner is None:
+            return
+        if owner is self:
+            self._is_leaving = True
+            # a handler that other code has installed stays
+            if signal.getsignal(signal.SIGINT) == self._receive:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        owner._handler = self._outer
+        owner._handle_delayed()
 
     @contextmanager
     def paused(
         self,
-        handler: Handler = signal.default_int_handler,  # handler in the context
+        handler: Handler = signal.default_int_handler,  # handler in the context; an outer one has priority
     ) -> Iterator[None]:
-        "Install Python's default handler, or another one, within a context, which must be the innermost one."
-        self._uninstall(handler)
+        "Handle Ctrl-C at once within a context, which must be the innermost one."
+        owner = self._owner
+        if owner is None:
+            yield
+            return
+        owner._handler = handler if owner is self else self._outer
         try:
-            self._raise_delayed()
+            owner._handle_delayed()
             yield
         finally:
-            self._install(handler)
-
-    def _install(self, before: Handler = signal.default_int_handler) -> None:
-        if self._is_active:
-            _exchange_handler(before, self._receive)
-
-    def _uninstall(self, after: Handler = signal.default_int_handler) -> None:
-        if self._is_active:
-            _exchange_handler(self._receive, after)
+            owner._handler = None
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_waiting or _allowed:
+        handler = self._handler
+        if self._is_waiting or user_code.is_running:
+            handler = signal.default_int_handler
+        if handler is None or self._is_leaving:
+            self._is_waiting = True
+        else:
             self._is_waiting = False
-            raise KeyboardInterrupt
-        self._is_waiting = True
+            handler(signum, frame)
 
-    def _raise_delayed(self) -> None:
-        if self._is_waiting:
+    def _handle_delayed(self) -> None:
+        handler = self._handler
+        if self._is_waiting and handler is not None:
             self._is_waiting = False
-            raise KeyboardInterrupt
-
-
-def _exchange_handler(old: Handler, new: Handler) -> None:
-    "Replace a handler of Ctrl-C; a handler that other code has installed stays."
-    found = signal.signal(signal.SIGINT, new)
-    if found != old:
-        signal.signal(signal.SIGINT, found)
+            handler(signal.SIGINT, None)
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

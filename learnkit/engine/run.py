@@ -22,7 +22,7 @@ from learnkit.core.errors import (
     add_place,
     list_places,
 )
-from learnkit.core.interrupts import allow_interrupts, run_all
+from learnkit.core.interrupts import run_all, user_code
 from learnkit.core.model import check_can_run, preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
@@ -303,10 +303,11 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
         if not switch and (event_name == 'after_error' or has_left):
             continue
         callbacks.running = cb, event_name, callbacks.running
+        outer, user_code.is_running = user_code.is_running, True
         try:
-            with allow_interrupts():
-                handler()
+            handler()
         except BaseException as e:
+            user_code.is_running = outer
             if isinstance(e, KeyboardInterrupt) and interrupted:
                 raise
             interrupted = interrupted or isinstance(e, KeyboardInterrupt)
@@ -316,6 +317,7 @@ def call_each(learn: Learner, event_name: str, interrupted: bool = False) -> lis
                 e = stray
             raised.append(e)
         finally:
+            user_code.is_running = outer
             callbacks.running = callbacks.running[2]
     return raised
 

@@ -75,7 +75,7 @@ class AvgMetric(Mean, Metric):
         "Return the metric of one batch: a number, or a tensor of one element."
         if isinstance(self.func, nn.Module):
             _move_to_device_of(pred, self.func)
-        with measuring(self.name, pred, yb):
+        with torch.no_grad(), measuring(self.name, pred, yb):
             result = compute_or_nan(self.name, self.func, *to_detach((pred, *yb), cpu=False))
             if is_scalar(result):
                 return result
@@ -181,7 +181,7 @@ class SumMetric(Metric):
 
     def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
-        with measuring(self.name, pred, yb):
+        with torch.no_grad(), measuring(self.name, pred, yb):
             sums = self.sums(*to_detach((pred, *yb), cpu=False))
             return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
 
@@ -254,7 +254,7 @@ class TorchMetric(Metric):
         self._update(trial, pred, yb)
 
     def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        with measuring(self.name, pred, yb):
+        with torch.no_grad(), measuring(self.name, pred, yb):
             metric.update(*to_detach((pred, *yb), cpu=False))
 
     @property
@@ -496,10 +496,9 @@ def _move_to_device_of(pred: Any, module: Any) -> None:
 
 @contextmanager
 def measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
-    "Disable gradients in a context, and add the metric's inputs to its errors."
+    "Add the metric's inputs to the errors of a context."
     try:
-        with torch.no_grad():
-            yield
+        yield
     except Exception as e:
         # a MetricError includes a fix
         fix = (

@@ -53,7 +53,7 @@ class KeptMetric(Metric):
         self.waiting.append(self._prepare(measured_pred(learn), learn.yb))
 
     def _prepare(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        with measuring(self.name, pred, yb):
+        with torch.no_grad(), measuring(self.name, pred, yb):
             return self.prepare(*to_detach((pred, *yb), cpu=False))
 
     def try_batch(self, pred: Any, yb: tuple[Any, ...]) -> None:

@@ -149,7 +149,10 @@ def make(kind: str, fails: bool, order: float = 0) -> Learner:
     options: dict[str, Any] = {}
     if event == 'model':
         options['model'] = Failing(plan, in_training)
-    if kind == 'optimizer':
+    if kind in (
+        'optimizer',
+        'after_cancel_fit',
+    ):  # part of a step, and a fit that has been cancelled
         options['opt_func'] = lambda params, lr: FailingAdam(params, lr)
         FailingAdam.plan = plan
     if kind == 'loss':
@@ -225,7 +228,10 @@ def try_again(kind: str, with_replay: bool, capsys: Any, order: float = 0) -> st
 
 def is_right(kind: str, with_replay: bool, outcome: str) -> bool:
     "Return True if the fit was as exact as it can be, and said what was not."
-    if kind == 'optimizer':
+    if kind in (
+        'optimizer',
+        'after_cancel_fit',
+    ):  # part of a step, and a fit that has been cancelled
         return outcome == 'refused'
     if kind in SAID or (kind == 'after_cancel_backward' and with_replay):
         return outcome in ('exact, said', 'said')
