@@ -225,9 +225,10 @@ class EventLogs:
     """The `logs` of the current event, one dict for all callbacks of Keras in a Learner.
 
     >>> logs = EventLogs()
-    >>> first = logs.find(('on_epoch_end', 0), 'one callback', dict)
+    >>> one, another = object(), object()
+    >>> first = logs.find(('on_epoch_end', 0), one, dict)
     >>> first['val_f1'] = 0.5
-    >>> logs.find(('on_epoch_end', 0), 'another', dict)
+    >>> logs.find(('on_epoch_end', 0), another, dict)
     {'val_f1': 0.5}
     """
 
