@@ -147,7 +147,7 @@ _ROWS = (
         'interop',
         'Code of other packages',
         'Run callbacks and modules that were written for other packages. Callbacks of fastai run as they are.',
-        'interop.composer interop.ksuit interop.lightning interop.hf interop.keras',
+        'interop.composer.adapter interop.ksuit.adapter interop.lightning.adapter interop.hf.adapter interop.keras',
     ),
     (
         'sklearn',

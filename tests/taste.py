@@ -34,7 +34,7 @@ UNMIRRORED = set('browser compat faults golden helpers peers project silent'.spl
 INTERPLAY = {
     'callbacks/test_every_callback',
     'callbacks/test_every_callback_resumes',
-    'interop/test_hf_trainer',
+    'interop/hf/test_trainer',
     'interop/test_peft',
 }
 UNTESTED = {  # modules without logic
@@ -120,13 +120,8 @@ def report_docstrings() -> Iterator[str]:
 
 def report_layout() -> Iterator[str]:
     "Yield test files that are named after no module, and modules that no test file is named after."
-    folders = [folder for folder in sorted(TESTS.iterdir()) if any(folder.glob('test_*.py'))]
-    tests = {
-        f'{folder.name}/{path.stem}'
-        for folder in folders
-        if folder.name not in UNMIRRORED
-        for path in folder.glob('test_*.py')
-    }
+    paths = [path.relative_to(TESTS) for path in TESTS.rglob('test_*.py')]
+    tests = {path.with_suffix('').as_posix() for path in paths if path.parts[0] not in UNMIRRORED}
     modules = {mirror(path) for path in PACKAGE.rglob('*.py') if not path.stem.startswith('__')}
     for test in sorted(tests - INTERPLAY):
         if not any(f'{test}_'.startswith(f'{module}_') for module in modules):
@@ -138,8 +133,8 @@ def report_layout() -> Iterator[str]:
 
 def mirror(path: Path) -> str:
     "Return folder and stem of the test file of a module: `engine/test_loop`."
-    folder = path.parent.name if path.parent != PACKAGE else path.stem
-    return f'{folder}/test_{path.stem}'
+    folder = path.parent if path.parent != PACKAGE else path.with_suffix('')
+    return f'{folder.relative_to(PACKAGE).as_posix()}/test_{path.stem}'
 
 
 def main() -> None:

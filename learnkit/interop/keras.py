@@ -18,8 +18,8 @@ from learnkit.core.model import bare_model, model_device, preserved_modes
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
 from learnkit.engine.lengths import find_length
-from learnkit.interop.adapter import CallbackAdapter, list_adapters
-from learnkit.interop.hooks import collect_measured, own_hooks
+from learnkit.interop.common.adapter import CallbackAdapter, list_adapters
+from learnkit.interop.common.hooks import collect_measured, own_hooks
 
 if TYPE_CHECKING:
     from learnkit.learner import Learner
@@ -225,9 +225,10 @@ class EventLogs:
     """The `logs` of the current event, one dict for all callbacks of Keras in a Learner.
 
     >>> logs = EventLogs()
-    >>> first = logs.find(('on_epoch_end', 0), 'one callback', dict)
+    >>> one, another = object(), object()
+    >>> first = logs.find(('on_epoch_end', 0), one, dict)
     >>> first['val_f1'] = 0.5
-    >>> logs.find(('on_epoch_end', 0), 'another', dict)
+    >>> logs.find(('on_epoch_end', 0), another, dict)
     {'val_f1': 0.5}
     """
 

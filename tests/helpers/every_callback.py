@@ -29,7 +29,7 @@ from learnkit.distributed.callback import GradientMean
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.gather import BatchCollector, PredictionSink
-from learnkit.interop.adapter import CallbackAdapter
+from learnkit.interop.common.adapter import CallbackAdapter
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 

@@ -33,7 +33,7 @@ from transformers.utils.notebook import NotebookProgressCallback
 
 from learnkit import Callback, Checkpoint, DataLoaders, GradientAccumulation, GradientClip, Learner
 from learnkit.interop import from_hf
-from learnkit.interop.hf import HOOKS
+from learnkit.interop.hf.adapter import HOOKS
 from tests.peers.rows import TOO_FAR, Row, compare_numbers, quiet_folder
 
 N, BATCH, EPOCHS = 40, 8, 3

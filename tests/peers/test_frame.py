@@ -55,7 +55,7 @@ def test_the_page_has_a_part_for_each_package() -> None:
 
 
 def test_each_behavior_of_users_code_has_a_statement_and_a_line() -> None:
-    tests = ''.join(file.read_text('utf-8') for file in Path('tests/interop').glob('test_*.py'))
+    tests = ''.join(file.read_text('utf-8') for file in Path('tests/interop').rglob('test_*.py'))
     page = PAGE.read_text('utf-8')
     for name, text in read_table()[0].items():
         assert f'def test_{name}(' in tests, name

@@ -20,7 +20,7 @@ import typing_extensions
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from learnkit.interop.ksuit_construct import find_config_class
+from learnkit.interop.ksuit.construct import find_config_class
 from tests.peers import ksuit_bench as bench
 from tests.peers.rows import Row
 from tests.peers.wild_bench import SOURCES, Case

@@ -215,6 +215,28 @@ def test_public_names() -> None:
     assert len(names) == len(set(names))
 
 
+COMPLETIONS = """
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+line = 'from learnkit.interop import '
+for uses_jedi in (False, True):
+    shell.Completer.use_jedi = uses_jedi
+    with provisionalcompleter():
+        print(*(found.text for found in shell.Completer.completions(line, len(line))))
+"""
+
+
+def test_a_notebook_completes_libraries_and_functions_of_interop(tmp_path: Path) -> None:
+    "IPython adds the files and folders of a package, and Jedi the names of its source code."
+    pytest.importorskip('IPython')
+    expected = set('common composer hf hub keras ksuit lightning'.split())
+    expected.update(importlib.import_module('learnkit.interop').__all__)
+    found, found_by_jedi = map(str.split, output_of(COMPLETIONS, cwd=tmp_path).splitlines())
+    assert set(found) == expected
+    assert {name for name in found_by_jedi if name[0] != '_'} == expected | {'lazy_loader'}
+
+
 # public names of metrics and losses that few users need, and that `learnkit` leaves out
 FOR_FEW = set('BaseLoss Mean as_metrics check_column dry_run measures_batches'.split())
 
