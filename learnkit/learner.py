@@ -1684,6 +1684,8 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
+        if self.run.pause is not None:
+            self.run.pause.open_pass.close()
         self.run.replay_source = self.run.pause = None
         self.run.not_paused = ''
         self.parts.positions.forget()

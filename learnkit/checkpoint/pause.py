@@ -120,8 +120,9 @@ class Pause:
 
     def keeps_loader(self, dl: Any) -> bool:
         "Return True for the loader of an open pass, whose workers are still needed."
-        is_lost = self.point == 'batch' and self.open_pass.batches is None and not self.is_trained
-        return self.open_pass.dl is dl and not is_lost
+        is_ended = self.open_pass.batches is None and not self.is_trained
+        is_lost = is_ended or not workers_live(self.open_pass.iterator)
+        return self.open_pass.dl is dl and not (self.point == 'batch' and is_lost)
 
     def note_options(self, learn: Learner) -> Callable[[], None]:
         "Return a function that restores hyperparameters and frozen layers, which callbacks of an evaluation may set."

@@ -295,6 +295,10 @@ class OpenPass:
         "Iterator that the fit has left."
         return self._find_kept()[0]
 
+    def close(self) -> None:
+        "Drop the iterator, whose workers end."
+        self._kept.detach()
+
     def _find_kept(self) -> tuple[Any, Any]:
         kept = self._kept.peek()
         return (None, None) if kept is None else kept[2]

@@ -256,6 +256,8 @@ def forget_run(learn: Learner) -> None:
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
         if pause is None or not pause.keeps_loader(dl):
             forget_workers(dl)
+    if pause is not None and not pause.keeps_loader(pause.open_pass.dl):
+        pause.open_pass.close()
     learn.parts.positions.forget()
     learn._end_cleanup()
     if learn.opt is not None:

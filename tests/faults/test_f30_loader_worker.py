@@ -98,9 +98,6 @@ def job(what: str, folder: Path, persistent: bool) -> None:
     assert any('epoch 0, batch' in note for note in caught.value.__notes__)
     del caught
     gc.collect()  # the traceback, which has the workers
-    pause = learn.run.pause
-    if pause is not None and pause.keeps_loader(learn.dls.train):
-        learn.close()  # torch raised a worker's death within a batch: the pass is kept until here
     if not persistent:
         wait_for_workers()
     learn.logger = print
