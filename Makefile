@@ -27,7 +27,7 @@ lowest latest:
 	python3 -m venv .venv-$@
 	.venv-$@/bin/pip install -q uv
 	.venv-$@/bin/uv pip install -q --python .venv-$@/bin/python $(OPTIONS) -e '.[dev]'
-	.venv-$@/bin/python -m pytest -n 2 --dist worksteal
+	.venv-$@/bin/python -m pytest -n 2 --dist worksteal --slow=all
 
 peers:  # other packages' callbacks, in learnkit and in their own trainers; into docs/compatibility.md
 	$(PYTHON) -m tests.peers --write

@@ -79,6 +79,7 @@ def pytest_collect_file(file_path: Path) -> Iterator[None]:
 
 TESTS = Path(__file__).parent
 SLOW = TESTS / 'slow.txt'  # seconds and name of what takes a twentieth of a second or more
+LONG = {'full', *ASKED_FOR}  # what is long by itself, and runs only with `-m`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,6 +87,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         '--quick',
         action='store_true',
         help='each test once, with its first arguments; none of slow.txt',
+    )
+    parser.addoption(
+        '--slow',
+        choices=('some', 'others', 'all'),
+        default='some',
+        help='arguments of the tests of slow.txt: each tenth in a run of all tests, the others, or all of them',
     )
     parser.addoption(
         '--write-slow', action='store_true', help='write slow.txt from the times of this run'
@@ -109,9 +116,34 @@ def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
     for name, seconds in slow.items():
         of_file[name.partition('::')[0]] += seconds
     items.sort(key=lambda item: -of_file[item.nodeid.partition('::')[0]])
+    if config.option.slow != 'all':
+        others, wants_others = others_of_slow(items, slow), config.option.slow == 'others'
+        select(config, items, [item for item in items if (id(item) in others) is wants_others])
     if config.option.quick:
         first = {function_of(item.nodeid): item for item in reversed(items)}
         select(config, items, [item for name, item in first.items() if name not in slow])
+
+
+def others_of_slow(items: list[pytest.Item], slow: dict[str, float]) -> set[int]:
+    "Return the tests, by identity, of slow functions with arguments that a run of all tests leaves out."
+    seen: Counter[str] = Counter()
+    found = set[int]()
+    for item in items:
+        name = function_of(item.nodeid)
+        if name not in slow or any(map(item.get_closest_marker, LONG)):
+            continue
+        if seen[name] % 10:
+            found.add(id(item))
+        seen[name] += 1
+    return found
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    "Select all arguments if files or names are given; a worker has the options of the process that started it."
+    is_chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    if not hasattr(config, 'workerinput') and config.option.slow == 'some':
+        if is_chosen or config.option.write_slow:
+            config.option.slow = 'all'
 
 
 def select(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.Item]) -> None:
