@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -84,18 +84,24 @@ def describe_family(family: Family) -> tuple[str, str]:
     return family.describe(verdicts)
 
 
-def check_nothing_is_lost(family: Family, args: Any) -> None:
-    "Exit if the table of a page has subjects that are neither run nor among the kept verdicts."
+def find_lost_rows(family: Family, args: Any) -> list[str]:
+    "Return the libraries with subjects in the table of a page that are neither run nor among the kept verdicts."
     renewed = [] if args.only else choose_libraries(family, args)
     written = read_between(family.page, *family.find_lines())
     lost = find_lost(written, describe_family(family)[1], renewed)
-    lost = [library for library in lost if library in family.libraries]
-    if lost:
-        names = ', '.join(library or 'no library' for library in lost)
-        raise SystemExit(
-            f'The table of {family.name} in {family.page.name} would lose rows of {names}: install these libraries '
-            f'and run them whole with --write, or leave {family.name} out of --families.'
-        )
+    return [library or 'no library' for library in lost if library in family.libraries]
+
+
+def check_nothing_is_lost(families: Sequence[Family], args: Any) -> None:
+    "Exit if a table would lose rows."
+    lost = {family.name: find_lost_rows(family, args) for family in families}
+    lines = [f'{name}: {", ".join(libraries)}' for name, libraries in lost.items() if libraries]
+    if not lines:
+        return
+    others = ','.join(name for name, libraries in lost.items() if not libraries)
+    fix = f', or pass `--families {others}`' if others else ''
+    summary = f'--write would lose rows. Install these libraries and run them whole{fix}.'
+    raise SystemExit('\n  '.join([summary, *lines]))
 
 
 def run_family(family: Family, args: Any) -> int:
@@ -122,8 +128,7 @@ def main() -> int:
     args = parser.parse_args()
     families = [FAMILIES[name] for name in args.families.split(',')]
     if args.write:
-        for family in families:
-            check_nothing_is_lost(family, args)
+        check_nothing_is_lost(families, args)
     torch.set_num_threads(1)
     if find_version('torchvision') is not None:
         define_torchvision_operators()  # for libraries that import torchvision

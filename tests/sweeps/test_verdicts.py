@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.sweeps.verdicts import (
     find_lost,
     list_subjects,
     load_verdicts,
+    read_between,
     save_verdicts,
 )
 
@@ -35,7 +37,11 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     "A family of two libraries, of which one is not installed, and its page."
     monkeypatch.setattr(verdicts, 'RESULTS', tmp_path / 'kept')
     page = tmp_path / 'page.md'
-    page.write_text(f'<!-- things table -->\n{WRITTEN}<!-- end of things table -->\n', 'utf-8')
+    tables = [
+        f'<!-- {name} table -->\n{WRITTEN}<!-- end of {name} table -->\n'
+        for name in ('things', 'others')
+    ]
+    page.write_text(''.join(tables), 'utf-8')
     return Family(
         'things',
         ['', 'absent-library'],
@@ -66,14 +72,17 @@ def test_lost_rows_are_named_by_library() -> None:
 
 
 def test_a_table_that_would_lose_rows_is_refused(family: Family) -> None:
-    with pytest.raises(SystemExit, match=r'things in page\.md .* absent-library: '):
-        check_nothing_is_lost(family, choose())
-    with pytest.raises(SystemExit, match='no library, absent-library: '):
-        check_nothing_is_lost(family, choose(only='a'))
+    with pytest.raises(SystemExit, match=r'things: absent-library$'):
+        check_nothing_is_lost([family], choose())
+    with pytest.raises(SystemExit, match=r'things: no library, absent-library$'):
+        check_nothing_is_lost([family], choose(only='a'))
+    complete = replace(family, name='others', libraries=[''])
+    with pytest.raises(SystemExit, match=r'`--families others`\.\n  things: absent-library$'):
+        check_nothing_is_lost([family, complete], choose())
     save_verdicts('things', judge(Subject('absent-library', 'c(x, y)', dict), Path()))
-    check_nothing_is_lost(family, choose())
-    with pytest.raises(SystemExit, match='rows of no library: '):
-        check_nothing_is_lost(family, choose(libraries='absent-library'))
+    check_nothing_is_lost([family, complete], choose())
+    with pytest.raises(SystemExit, match=r'things: no library$'):
+        check_nothing_is_lost([family], choose(libraries='absent-library'))
     assert WRITTEN in family.page.read_text('utf-8')
 
 
@@ -82,6 +91,6 @@ def test_kept_rows_are_written_and_removed_subjects_are_not(family: Family) -> N
     save_verdicts('things', judge(Subject('', 'of an earlier release', dict), Path()))
     assert run_family(family, choose()) == 0
     assert [v.title for v in load_verdicts('things')] == ['c(x, y)', 'a', 'b']
-    written = family.page.read_text('utf-8')
+    written = read_between(family.page, *family.find_lines())
     assert list_subjects(written) == {'': {'a', 'b'}, 'absent-library': {'c(x', 'y)'}}
     assert '3 things, 1 library: 3 equal in every claim.' in written
