@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,11 +233,31 @@ def compare_weights(
         value = weights[name]
         if not isinstance(value, Tensor) or value.layout != t.layout or value.is_meta:
             lines.append(f'kind: {name} is {_format_kind(t)}, in the file {_format_kind(value)}')
-        elif t.shape != value.shape:
+        elif t.shape != value.shape and not loads_other_shape(model, name, value):
             lines.append(f'shape: {name} is{_format_shape(t)}, in the file{_format_shape(value)}')
         elif t.dtype != value.dtype and strict:
             lines.append(f'dtype: {name} is {_format_dtype(t)}, in the file {_format_dtype(value)}')
     return lines
+
+
+def loads_other_shape(
+    model: nn.Module,
+    name: str,  # name in the state dict
+    value: Tensor,  # value of another shape than the model's
+) -> bool:
+    """Return True if a buffer's module loads a value of another shape, as observers of quantization do.
+
+    A copy of the module loads the value, since only its `load_state_dict` knows.
+    """
+    prefix, _, key = name.rpartition('.')
+    try:
+        module = bare_model(model).get_submodule(prefix)
+        if key not in dict(module.named_buffers(recurse=False)):
+            return False
+        deepcopy(module).load_state_dict({key: read_values(value)}, strict=False)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def _format_shape(t: Any) -> str:

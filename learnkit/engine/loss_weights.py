@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import isclose, isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -134,53 +134,96 @@ def check_is_mean(
     if is_given or not isinstance(denominator, Unknown) or weights.averages_samples:
         return True
     whole, divisions = compare_parts(learn, pred)
+    mean = find_other_mean(pred, whole, divisions)
+    if mean is None:
+        return True
+    is_sum = adds_up(learn, pred, whole, divisions)
+    if only_weights:
+        has_weights = not is_sum and is_weighted_mean(learn, pred)
+        if not has_weights:
+            return has_weights is not None
+    if is_sum:
+        raise LossError(
+            f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
+            "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
+        )
+    denominator.warn_of_ignored(learn.yb)
+    denominator.warn(
+        f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts '
+        f'average to {mean:.6g}'
+    )
+    return True
+
+
+Part = tuple[int, float]  # number of samples and loss
+Divisions = list[tuple[Part, Part]]
+
+
+def find_other_mean(
+    pred: Any,
+    whole: float,  # loss of the batch
+    divisions: Divisions,  # return value of `compare_parts`
+) -> float | None:
+    "Return the first mean over parts that is not the loss of the batch, None if there is no such mean."
     is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
     tolerance = 1e-2 if is_half else 1e-4
     for (n_first, first), (n_second, second) in divisions:
         mean = (n_first * first + n_second * second) / (n_first + n_second)
         size = max(abs(first), abs(second))
-        if isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size):
-            continue
-        is_sum = isclose(whole, first + second, rel_tol=1e-3)
-        if only_weights:
-            has_weights = not is_sum and is_weighted_mean(learn, pred)
-            if not has_weights:
-                return has_weights is not None
-        if is_sum:
-            raise LossError(
-                f'{name_of(learn.loss_func)} adds up the losses of the samples, so that parts of a batch cannot be '
-                "averaged. Return the mean, or set the attribute `reduction = 'sum'` of the loss function."
-            )
-        denominator.warn_of_ignored(learn.yb)
-        denominator.warn(
-            f'{denominator.name} is not a mean over samples: it is {whole:.6g} for a batch, and its parts '
-            f'average to {mean:.6g}'
-        )
-        break
-    return True
+        is_close = isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size)
+        if not is_close and not isnan(whole):
+            return mean
+    return None
 
 
-Part = tuple[int, float]  # number of samples and loss
+def adds_up(learn: Learner, pred: Any, whole: float, divisions: Divisions) -> bool:
+    """Return True if the losses of parts add up to the loss of the batch, and the batch twice has twice the loss.
+
+    The former also holds for losses that compare samples, if these find nothing to compare in one of the parts.
+    """
+    sums = [first + second for (_, first), (_, second) in divisions]
+    if not all(isclose(whole, total, rel_tol=1e-3) for total in sums):
+        return False
+    with preserved_loss(learn):
+        try:
+            n = count_samples(learn)
+            [(preds, yb)] = slice_batch(_as_tuple(pred), learn.yb, n, [[*range(n), *range(n)]])
+            twice = _compute_loss(learn.loss_func, _like(pred, preds), yb)
+        except Exception:
+            return False
+    return isclose(twice, 2 * whole, rel_tol=1e-3)
 
 
 def compare_parts(
-    learn: Learner, pred: Any
-) -> tuple[float, list[tuple[Part, Part]]]:  # loss of the batch, and the parts of each division
-    "Compute the loss of the batch and of two parts, of which the first is a third, and then a single sample."
+    learn: Learner,
+    pred: Any,
+) -> tuple[float, Divisions]:  # loss of the batch, and the parts of each division
+    """Compute the loss of the batch and of two parts, of which the first is a third, and then a single sample.
+
+    A division is missing if the loss function fails for its parts. If both fail, two halves are compared: the loss may
+    need two samples, or each class. The loss is NaN if it fails for the batch.
+    """
     preds, yb = _as_tuple(pred), learn.yb
 
     def compute(preds: tuple[Any, ...], yb: tuple[Any, ...]) -> float:
         return _compute_loss(learn.loss_func, _like(pred, preds), yb)
 
+    def divide(n: int, k: int) -> Divisions:
+        "Return the parts of a division after `k` samples, if the loss function does not fail."
+        parts = slice_batch(preds, yb, n, [slice(k), slice(k, n)])
+        with suppress(Exception):
+            first, second = (compute(*part) for part in parts)
+            return [((k, first), (n - k, second))]
+        return []
+
     with preserved_loss(learn):
         try:
             n = count_samples(learn)
-            divisions = []
-            for k in sorted({n // 3 or n // 2, 1} - {0, n}, reverse=True):
-                parts = slice_batch(preds, yb, n, [slice(k), slice(k, n)])
-                first, second = (compute(*part) for part in parts)
-                divisions.append(((k, first), (n - k, second)))
-            return compute(preds, yb), divisions
+            if n < 2:
+                return nan, []
+            sizes = sorted({n // 3 or 1, 1}, reverse=True)
+            divisions = [part for k in sizes for part in divide(n, k)]
+            return compute(preds, yb), divisions or divide(n, n // 2)
         except Exception:
             return nan, []  # the loop raises the error of the loss function
 

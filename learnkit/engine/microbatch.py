@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnkit.core.batch import list_sizes
 from learnkit.core.device import empty_cache
@@ -19,7 +18,8 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.core.roles import BATCH_NORMS
+from learnkit.core.roles import BATCH_NORMS, INSTANCE_NORMS
+from learnkit.core.validation import warn_user
 from learnkit.engine.loss import release_loss
 from learnkit.engine.run import clear_pass
 
@@ -44,6 +44,8 @@ class Microbatches:
             None  # weights of the microbatches; None: their sum counts
         )
         self.fitting_size: int | None = None  # size that fits into memory
+        # whether the layers were looked at that see each microbatch on its own
+        self._has_checked_layers = False
 
     def seams(self, learn: Learner) -> dict[str, Any] | None:
         "Return the training on a batch in parts."
@@ -96,6 +98,9 @@ class Microbatches:
             self.share = 1.0
             self._weights = None
         learn.loss = sum(losses[1:], losses[0])
+        if len(parts) > 1 and not self._has_checked_layers:
+            self._has_checked_layers = True
+            warn_of_layers(learn, size)
 
     def run_passes(self, learn: Learner) -> None:
         "Run forward and backward of the current microbatch."
@@ -150,7 +155,7 @@ class Microbatches:
             restore_rng(rng)
             empty_cache()
             self.fitting_size = (size + 1) // 2
-            warn_of_batch_norm(learn)
+            self._has_checked_layers = False
 
 
 def scale_loss(loss: Tensor, state: dict[str, Any]) -> Tensor:
@@ -196,15 +201,36 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
     return loss * share if share else torch.zeros_like(loss)
 
 
-def warn_of_batch_norm(learn: Learner) -> None:
-    "Warn if the model has batch norm layers, which normalize each microbatch separately."
-    if any(isinstance(m, BATCH_NORMS) and m.training for m in learn.model.modules()):
-        warn(
-            f"microbatch='auto': memory holds {learn.parts.microbatches.fitting_size} samples at a time. Batch norm "
-            'layers see each microbatch on its own, so that the training differs from one with whole '
-            'batches.',
-            stacklevel=2,
-        )
+def warn_of_layers(
+    learn: Learner,
+    size: int,  # largest number of samples of a microbatch
+) -> None:
+    "Warn of norm layers with statistics of the batch, which are of each microbatch."
+    names = [
+        f'{name or "the model"} ({type(m).__name__})'
+        for name, m in learn.model.named_modules()
+        if m.training and has_batch_statistics(m)
+    ]
+    if not names:
+        return
+    others = f' and {len(names) - 1} other layers' if len(names) > 1 else ''
+    verb = 'see' if others else 'sees'
+    warn_user(
+        f'microbatch={learn.microbatch!r}: {names[0]}{others} {verb} each microbatch of {size} samples on its own, so '
+        'that the training differs from one with whole batches. Layers without statistics of a batch, such as '
+        'nn.GroupNorm, see no difference.'
+    )
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Return True for batch norm, and for instance norm with running statistics.
+
+    >>> has_batch_statistics(nn.InstanceNorm1d(2)), has_batch_statistics(nn.BatchNorm1d(2))
+    (False, True)
+    """
+    has_statistics = getattr(module, 'running_mean', None) is not None
+    is_instance_norm = isinstance(module, INSTANCE_NORMS)
+    return isinstance(module, BATCH_NORMS) or (is_instance_norm and has_statistics)
 
 
 def restore_gradients(learn: Learner, pending: list[tuple[Tensor, Tensor]]) -> None:

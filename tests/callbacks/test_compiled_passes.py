@@ -31,7 +31,10 @@ from tests.callbacks.test_compile import needs_compiler
 from tests.callbacks.test_compiled_features import fit, history_of, make_model
 from tests.helpers.compiling import compiled, distance, needs_whole_step
 
-pytestmark = needs_whole_step
+pytestmark = [
+    needs_whole_step,
+    pytest.mark.filterwarnings('ignore:microbatch=.* on its own'),
+]
 
 FEATURES: dict[str, Callable[[], Callback]] = {
     'batches': partial(GradientAccumulation, batches=3),

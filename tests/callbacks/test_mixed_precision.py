@@ -24,6 +24,8 @@ from tests.helpers.comparing import same
 from tests.helpers.compiling import needs_whole_step
 from tests.helpers.learners import quiet_learner
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 Batches = list[tuple[Tensor, Tensor]]
 
 

@@ -24,6 +24,8 @@ from learnkit.core.errors import FitError, LossError
 from tests.helpers.comparing import same
 from tests.helpers.learners import quiet_learner
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 
 class Boom(Exception):
     "The exception of these tests."

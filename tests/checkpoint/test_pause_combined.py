@@ -15,6 +15,8 @@ from learnkit.core.errors import FitError
 from learnkit.interop import from_lightning
 from tests.checkpoint.test_pause import end_of, make
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 COMBINED: dict[str, Callable[[], Learner]] = {
     'microbatches': lambda: make(microbatch=2),
     'accumulation': lambda: make(GradientAccumulation(batches=2)),

@@ -23,6 +23,8 @@ from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.file_tensor import FileTensor
 from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 
 def net() -> nn.Module:
     return nn.Sequential(

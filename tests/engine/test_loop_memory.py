@@ -31,6 +31,8 @@ from learnkit import (
 )
 from tests.helpers.learners import quiet_learner
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 aten = torch.ops.aten
 ASKS = (aten._local_scalar_dense, aten.is_nonzero, aten.equal)  # item, float, bool, tolist ...
 

@@ -36,6 +36,7 @@ from learnkit.core.denominator import (
 from learnkit.core.errors import LossError, OptionError
 from learnkit.engine.loss_weights import (
     LossWeights,
+    adds_up,
     check_is_mean,
     compare_parts,
     find_denominator,
@@ -662,6 +663,48 @@ def test_ignored_targets_are_named_as_the_cause() -> None:
     learn.yb = (torch.tensor([0, -100, 1, 1, 0, 1, 0, 1, 1]),)
     (message,) = count_checks(learn)
     assert 'targets of -100' in message
+
+
+def of_pairs(pred: Tensor, y: Tensor) -> Tensor:
+    "Sum over pairs of neighbors divided by one number; 0 for one sample."
+    return (pred[1:] - pred[:-1]).square().sum() / 5
+
+
+def of_equal_labels(pred: Tensor, y: Tensor) -> Tensor:
+    "A mean that fails for a single sample, as a loss with a variance does."
+    if len(pred) < 2:
+        raise ValueError('Batch size must be greater than 1')
+    return normed(pred, y)
+
+
+def test_a_loss_that_compares_samples_is_no_sum() -> None:
+    "The pairs of two samples are in neither part, and with equal neighbors the parts add up to the whole."
+    learn = batch_learner(of_pairs, 4)
+    learn.pred = torch.tensor([1.0, 1.0, 2.0, 5.0], dtype=torch.float64)
+    whole, divisions = compare_parts(learn, learn.pred)
+    assert [first[1] + second[1] for first, second in divisions] == [whole]
+    assert not adds_up(learn, learn.pred, whole, divisions)
+    (message,) = count_checks(learn)
+    assert 'of_pairs is not a mean over samples: it is 2 for a batch' in message
+
+
+@pytest.mark.parametrize('n', [2, 4, 9])
+def test_a_sum_doubles_with_the_batch(n: int) -> None:
+    learn = batch_learner(lambda pred, y: squares(pred, y).sum(), n)
+    assert adds_up(learn, learn.pred, *compare_parts(learn, learn.pred))
+    with pytest.raises(LossError, match='adds up'):
+        check_is_mean(learn, learn.pred)
+
+
+def test_a_loss_that_fails_for_a_sample_is_compared_in_halves() -> None:
+    learn = batch_learner(of_equal_labels, 4)
+    _, divisions = compare_parts(learn, learn.pred)
+    assert [(first[0], second[0]) for first, second in divisions] == [(2, 2)]
+    (message,) = count_checks(learn)
+    assert 'of_equal_labels is not a mean over samples' in message
+    learn = batch_learner(of_equal_labels, 9)
+    _, divisions = compare_parts(learn, learn.pred)
+    assert [(first[0], second[0]) for first, second in divisions] == [(3, 6)]
 
 
 def evaluate(loss_func: Any, sizes: list[int], **options: Any) -> tuple[list[str], Learner]:

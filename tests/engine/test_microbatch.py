@@ -1,5 +1,6 @@
 """Microbatches: gradients equal to the whole batch's, and the state within and after a microbatch."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -287,3 +288,41 @@ def test_a_training_metric_sees_every_sample() -> None:
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
     assert learn.history[0]['mse'] == pytest.approx(F.mse_loss(pred, y).item(), abs=1e-10)
     assert learn.history[0]['mae'] == pytest.approx(F.l1_loss(pred, y).item(), abs=1e-10)
+
+
+def fit_with_warnings(layer: nn.Module, size: int = 3) -> list[str]:
+    "Fit twice in microbatches; return the warnings."
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 2)).double()
+    learn = learner([batch(6), batch(6)], model, TrainEvalCallback, size=size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        for _ in range(2):
+            learn.fit(1)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.BatchNorm1d(4, track_running_stats=False),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+        ),
+    ],
+)
+def test_layers_that_see_each_microbatch_on_its_own_are_warned_of_once(make: Any) -> None:
+    (message,) = fit_with_warnings(make())
+    assert message.startswith('microbatch=3: 1') and 'each microbatch of 3 samples' in message
+
+
+def test_several_layers_are_counted() -> None:
+    (message,) = fit_with_warnings(nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(3)]))
+    assert '1.0 (BatchNorm1d) and 2 other layers see each microbatch' in message
+
+
+@pytest.mark.parametrize('make', [lambda: nn.GroupNorm(2, 4), lambda: nn.Dropout(0.5)])
+def test_layers_without_statistics_are_not_warned_of(make: Any) -> None:
+    assert fit_with_warnings(make()) == []
+    assert fit_with_warnings(nn.BatchNorm1d(4), size=6) == []  # whole batches

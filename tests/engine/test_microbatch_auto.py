@@ -90,9 +90,10 @@ def test_random_numbers_match_pieces_of_that_size_from_the_start() -> None:
 
 def test_batch_norm_statistics_are_restored_and_inexactness_is_reported() -> None:
     found, fixed = learner(Hungry(fits=5, norm=True)), learner(Hungry(fits=16, norm=True), 4)
-    with pytest.warns(UserWarning, match='Batch norm layers see each microbatch'):
+    with pytest.warns(UserWarning, match=r"'auto': layers\.2 \(BatchNorm1d\) .* of 4 samples"):
         found.fit(2)
-    fixed.fit(2)
+    with pytest.warns(UserWarning, match=r'microbatch=4: layers\.2 \(BatchNorm1d\)'):
+        fixed.fit(2)
     for a, b in zip(
         found.model.state_dict().values(), fixed.model.state_dict().values(), strict=True
     ):

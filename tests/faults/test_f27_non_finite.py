@@ -22,6 +22,8 @@ from tests.faults.fault_helpers import (
     start_again,
 )
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 BAD_BATCH = 2
 
 

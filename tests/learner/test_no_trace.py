@@ -24,6 +24,8 @@ from learnkit.debug.samples import measure_samples
 from learnkit.metrics import accuracy
 from tests.helpers.learners import quiet_learner
 
+pytestmark = pytest.mark.filterwarnings('ignore:microbatch=.* on its own')
+
 
 class Extra(nn.Module):
     "A layer with extra state that is kept in an object which no copy of attributes reaches."

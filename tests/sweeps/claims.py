@@ -21,6 +21,12 @@ NAMED = 'named'  # a typed error or a warning, or the loop by hand fails too
 WRONG = 'WRONG'
 KINDS = (EQUAL, NAMED, WRONG)
 TIMEOUT_S = 300
+# part of a warning that names layers or numbers -> the same without them
+SAME_WARNINGS = {
+    'sees each microbatch': 'norm layers see each microbatch on its own',
+    'see each microbatch': 'norm layers see each microbatch on its own',
+    'is not a mean over samples': 'the loss is not a mean over samples',
+}
 Weights = dict[str, Tensor]
 # f(subject, folder) -> what differs from the loop by hand
 Claim = Callable[[Subject, Path], list[str]]
@@ -149,8 +155,12 @@ def judge_claim(check: Callable[[], list[str]]) -> tuple[str, str]:
     if not differing:
         return EQUAL, ''
     if warned:
-        return NAMED, shorten(f'a warning: {warned[0]}')
+        return NAMED, f'a warning: {_shorten_warning(warned[0])}'
     return WRONG, ', '.join(differing)
+
+
+def _shorten_warning(text: str) -> str:
+    return next((same for part, same in SAME_WARNINGS.items() if part in text), shorten(text))
 
 
 # -- the table -------------------------------------------------------------------------------------

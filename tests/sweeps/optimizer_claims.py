@@ -35,7 +35,7 @@ from tests.sweeps.claims import (
     run_killed,
     weights_of,
 )
-from tests.sweeps.optimizers import Training, build_for
+from tests.sweeps.optimizers import Training, build_for, prepare_process
 from tests.sweeps.verdicts import Subject
 
 N_EPOCH, N_BATCH, BS = 2, 4, 4
@@ -197,11 +197,8 @@ def compare(expected: Weights, got: Weights, what: str = 'weights') -> list[str]
 
 
 def prepare(subject: Subject) -> nn.Sequential:
-    "Return the model; run without the compiler what an optimizer compiles by itself; open a group of one process."
-    if subject.options.needs_group and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group('gloo', 'tcp://127.0.0.1:0', rank=0, world_size=1)
-    if subject.options.eager:
-        torch.compiler.set_stance('force_eager')
+    "Return the model, in a process that is prepared for the optimizer."
+    prepare_process(subject)
     return make_model(subject.options.model)
 
 

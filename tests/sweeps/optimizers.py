@@ -103,6 +103,14 @@ def build_by_use(cls: Any, params: Any, lr: float) -> Any:
     return cls([group for group in groups if group['params']], lr=lr)
 
 
+def prepare_process(subject: Subject) -> None:
+    "Run without the compiler what an optimizer compiles by itself; open a group of one process."
+    if subject.options.needs_group and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group('gloo', 'tcp://127.0.0.1:0', rank=0, world_size=1)
+    if subject.options.eager:
+        torch.compiler.set_stance('force_eager')
+
+
 def as_groups(params: list[Any]) -> list[dict[str, Any]]:
     "Return param groups, given as they are or as one list of parameters."
     is_grouped = bool(params) and isinstance(params[0], dict)

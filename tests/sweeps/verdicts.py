@@ -92,8 +92,19 @@ def save_verdicts(sweep: str, verdicts: Iterable[Verdict]) -> None:
     new = list(verdicts)
     names = {(verdict.library, verdict.title) for verdict in new}  # with all claims
     kept = [v for v in load_verdicts(sweep) if (v.library, v.title) not in names]
+    _replace_verdicts(sweep, [*kept, *new])
+
+
+def forget_others(sweep: str, library: str, titles: Iterable[str]) -> None:
+    "Delete the verdicts of subjects that a library no longer has."
+    current = set(titles)
+    found = load_verdicts(sweep)
+    _replace_verdicts(sweep, [v for v in found if v.library != library or v.title in current])
+
+
+def _replace_verdicts(sweep: str, verdicts: Sequence[Verdict]) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([asdict(verdict) for verdict in [*kept, *new]], indent=1)
+    text = json.dumps([asdict(verdict) for verdict in verdicts], indent=1)
     (RESULTS / f'{sweep}.json').write_text(text, 'utf-8')
 
 
@@ -132,6 +143,48 @@ def make_table(
     return '\n'.join(lines)
 
 
+def list_subjects(table: str) -> dict[str, set[str]]:
+    """Return the names in a table by library.
+
+    A name with a comma is in parts. A column that only has the number of subjects counts as the numbers up to it.
+    """
+    found: dict[str, set[str]] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split('|')]
+        if len(cells) < 4 or cells[1] == 'library' or cells[1].startswith('-'):
+            continue
+        library = '' if cells[1] == 'no library' else cells[1].rpartition(' ')[0]
+        parts = re.split('[,;] ', cells[2])
+        if cells[2].isdigit():
+            parts = [str(i) for i in range(int(cells[2]))]
+        found.setdefault(library, set()).update(parts)
+    return found
+
+
+def find_lost(
+    written: str,  # table of a page
+    table: str,  # table that would replace it
+    renewed: Iterable[str] = (),  # libraries whose subjects are all tried again
+) -> list[str]:
+    "Return the libraries of which a table would lose subjects."
+    kept = list_subjects(table)
+    renewed = set(renewed)
+    return [
+        library
+        for library, names in list_subjects(written).items()
+        if library not in renewed and not names <= kept.get(library, set())
+    ]
+
+
+def read_between(page: Path, start: str, end: str) -> str:
+    "Return the text between two lines of a page."
+    _, _, rest = page.read_text('utf-8').partition(start)
+    text, found, _ = rest.partition(end)
+    if not found:
+        raise ValueError(f'{page} lacks the lines {start} and {end}.')
+    return text
+
+
 def write_between(
     page: Path,
     start: str,  # line before the text
@@ -139,8 +192,7 @@ def write_between(
     text: str,
 ) -> None:
     "Replace the text between two lines of a page."
+    read_between(page, start, end)
     before, _, rest = page.read_text('utf-8').partition(start)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f'{page} lacks the lines {start} and {end}.')
+    after = rest.partition(end)[2]
     page.write_text(f'{before}{start}\n{text}\n{end}{after}', 'utf-8')
