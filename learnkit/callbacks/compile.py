@@ -24,7 +24,7 @@ module keeps everything else unchanged too:
   compiled code reads, so that a new rate needs no recompilation.
 - The optimizer's state is updated in its own tensors: a state dict has its usual form, and loading
   one works.
-- A step that cannot be compiled raises no error: the ordinary step runs, and `explain_step()` gives
+- A step that cannot be compiled raises no error: the ordinary step runs, and `explain_step()` returns
   the reason.
 
 `learnkit.callbacks.whole_step` holds the compiled function, `traced_batch` and `step_plan` its

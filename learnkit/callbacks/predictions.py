@@ -119,7 +119,7 @@ class MCDropoutCallback(Callback):
 
     Each evaluation draws other masks: a new callback draws a seed from torch's global generator,
     and the seed of each evaluation follows from it. So `[learn.get_preds(cbs=MCDropoutCallback())
-    for _ in range(10)]` gives ten different samples, reproducible by `torch.manual_seed`, and a fit
+    for _ in range(10)]` returns ten different samples, reproducible by `torch.manual_seed`, and a fit
     trains the same with and without this callback. Checkpointed: the generator.
 
     >>> from learnkit.testing import synth_learner

@@ -41,7 +41,7 @@ class Bar:
     label: str  # what is counted, such as 'epoch 1/5 train'
     total: int | None = None  # expected number of batches; None: unknown
     done: int = 0  # number of batches finished
-    note: str = ''  # text behind the numbers: the loss
+    note: str = ''  # text after the numbers: the loss
     first: int = 0  # number of batches finished before this run resumed from a checkpoint
     started: float = field(default_factory=perf_counter)
 

@@ -67,7 +67,7 @@ _SAVERS = ('get_extra_state', '_save_to_state_dict', 'state_dict')
 _LAZY = 'lazy'  # mark of a module that gets its sizes at the first batch
 _BY_RANK = 'it differs by rank, and every rank of a resumed run gets the value of the first'
 _ABSENT: tuple[Mark, str] = (None, '')
-# attributes that torch itself gives to a loader
+# attributes that torch itself sets on a loader
 _LOADER_NAMES = frozenset(vars(DataLoader(cast('Dataset[Any]', [0]))))
 
 

@@ -252,7 +252,7 @@ def list_sizes(
 ) -> list[int]:  # one number, except for a batch of several loaders at once
     """Return the number of samples that each loader has in this rank's current batch.
 
-    Loaders that have ended, and give None, are left out."""
+    Loaders that have ended, and yield None, are left out."""
     form = getattr(learn, 'batch_form', None)
     if form is None or not form.has_parts:
         return [count_samples(learn)]

@@ -39,7 +39,7 @@ _OTHER_LOSSES = (
     'output for each class and whole numbers as targets.'
 )
 
-# parameter names that users give to targets and to predictions
+# parameter names that users choose for targets and to predictions
 _TARGETS = 'y_true true target targets targ targs label labels gt y'.split()
 _PREDICTIONS = (
     'y_pred pred preds prediction predictions output outputs out logits y_hat yhat scores'.split()
@@ -381,7 +381,7 @@ def shape_fix(
     pred: Tensor,  # predictions
     targ: Tensor,  # targets, as many as predictions
 ) -> str:
-    """Return advice that gives predictions and targets the same shape.
+    """Return advice on how predictions and targets get the same shape.
 
     >>> shape_fix(torch.zeros(8, 1), torch.zeros(8))
     'Pass the targets as `y[:, None]`, or the loss `model(x).squeeze(1)`.'

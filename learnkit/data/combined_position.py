@@ -201,7 +201,7 @@ class CombinedPosition(LoaderPosition):
         }
 
     def _find_place(self) -> Place:
-        "Return the place behind the last whole batch."
+        "Return the place after the last whole batch."
         drawn = self._drawn
         if drawn is None:
             return Place(0, [PartNote(p, 0, False, False, None) for p in self._positions], None)

@@ -191,7 +191,7 @@ class DataLoaders:
     ) -> Self:
         """Make a `TensorLoader` of each set of tensors.
 
-        A dict of tensors is one set, whose batches are dicts. A dict of tuples or dicts gives one validation loader
+        A dict of tensors is one set, whose batches are dicts. A dict of tuples or dicts makes one validation loader
         per entry.
 
         >>> x = torch.arange(6.)

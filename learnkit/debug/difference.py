@@ -192,7 +192,7 @@ def _as_learner(o: Any, make: Callable[[Any], Learner] | None) -> Learner:
         where = 'first_difference() got'
     if not isinstance(o, CallbackHost):
         raise OptionError(
-            f'{where} {short_repr(o)}: both runs are repeated, so give two Learners made as for training, or two '
+            f'{where} {short_repr(o)}: both runs are repeated, so pass two Learners made as for training, or two '
             'folders and `make=`.'
         )
     return o  # type: ignore[return-value]  # a CallbackHost of this package is a Learner

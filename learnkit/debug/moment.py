@@ -316,7 +316,7 @@ class Moment:
     def begin_branch(self, learn: Learner) -> dict[str, Any]:
         """Give the Learner its own folder, and return the state; `learn.fit(n, resume=moment)` calls it.
 
-        The folder is `branch-1234ba` below `learn.path`, or with a number behind it. The old run's files stay as they
+        The folder is `branch-1234ba` below `learn.path`, or with a number after it. The old run's files stay as they
         are. Raises `CheckpointError` for a Checkpoint whose folder does not follow `learn.path`."""
         fixed = [cb for cb in list_checkpoint_writers(learn) if cb.has_own_folder]
         if fixed:

@@ -78,7 +78,7 @@ def write_report(
     missing = learn.world.broadcast(not path.parent.is_dir())
     if missing:
         raise OptionError(
-            f'report({str(fname)!r}): there is no folder {path.parent}. Create it, or give a path in '
+            f'report({str(fname)!r}): there is no folder {path.parent}. Create it, or pass a path in '
             'another folder.'
         )
     with preserved_rng():

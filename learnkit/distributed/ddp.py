@@ -221,7 +221,7 @@ def broadcast_tensors(
 
 @torch.no_grad()
 def average(parameters: Iterable[nn.Parameter]) -> None:
-    """Average gradients over ranks. Every rank must give the same parameters.
+    """Average gradients over ranks. Every rank must pass the same parameters.
 
     A rank without a gradient adds zeros; a parameter without a gradient on any rank keeps none."""
     params = list(parameters)

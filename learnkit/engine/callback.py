@@ -452,7 +452,7 @@ def name_handler(cb: object, event: str) -> str:
 def check_handlers(cb: Callback) -> None:
     """Warn of a user's methods that look like handlers, and that no event calls.
 
-    Raises `CallbackError` for a handler with a parameter that no event gives."""
+    Raises `CallbackError` for a handler with a parameter that no event passes."""
     for cls in type(cb).__mro__[:-1]:  # without `object`
         if cls.__module__.startswith('learnkit.'):
             continue

@@ -195,7 +195,7 @@ def divide(part: Any, whole: Any) -> Any:
 
 
 def weighted_loss(loss: Tensor, share: Any) -> Tensor:
-    "Return a loss times its share. A share of 0 gives 0, because the mean loss of no samples is nan."
+    "Return a loss times its share. With a share of 0 it is 0, because the mean loss of no samples is nan."
     if isinstance(share, Tensor):
         return torch.where(share == 0, 0.0, loss * share)
     return loss * share if share else torch.zeros_like(loss)

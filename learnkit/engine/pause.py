@@ -2,7 +2,7 @@
 """Pauses of a fit: how one is requested, at which points the fit leaves the loop, and how it continues there.
 
 A request changes nothing that the loop calls in a batch: it ends the numbers of the batches, which the source of the
-fit gives to the loop (`engine/positions.py`). `checkpoint/pause.py` keeps what the fit needs to continue.
+fit yields to the loop (`engine/positions.py`). `checkpoint/pause.py` keeps what the fit needs to continue.
 
 An error has no request. `Failure` names the handler that failed; the rest is the state of the source
 and of the optimizer."""

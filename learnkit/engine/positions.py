@@ -101,7 +101,7 @@ def draw(learn: Learner, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def check_drawn(learn: Learner, n: int) -> None:
-    "Raise `EmptyLoaderError` if an exhausted loader gave no batch; warn if its length is wrong."
+    "Raise `EmptyLoaderError` if an exhausted loader yielded no batch; warn if its length is wrong."
     if not n:
         hint = ''
         if isinstance(learn.dl, Iterator):

@@ -16,7 +16,7 @@ further function, `passes`, which runs them once.
 also gets the output of the model. `source` is an object with the methods of `Source`. A feature is an
 object with a name, `holder`, and a method `seams(learn)`, which returns its functions in a fit by seam,
 or None. It is one of `learn.parts` or of `learn.seams.features`. A fit takes the seams for its features,
-and gives them back at its end. Two features that want the same seam are refused before the first batch.
+and returns them at its end. Two features that want the same seam are refused before the first batch.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class ClassificationInterpretation(Interpretation):
         side = min(max(4.0, 0.42 * n + 1.6), 14.0)
         ax = axes_or_new(ax, figsize or (side, side))
 
-        # fractions give rare and frequent classes equal colors; the root makes single errors visible
+        # with fractions, rare and frequent classes have equal colors; the root makes single errors visible
         image = ax.imshow(shares, cmap=cmap, norm=colors.PowerNorm(0.5, 0, 1))
         tick_step = -(-n // MAX_LABELED_CLASSES)
         names = [shorten(name, 20) for name in self.vocab][::tick_step]

@@ -47,7 +47,7 @@ def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
         if existing.is_file() or (existing.is_dir() and any(existing.iterdir())):
             raise OptionError(
                 f'{str(existing)!r} is there already, and not an empty folder: it would be overwritten. Remove it, or '
-                'give another name.'
+                'pass another name.'
             )
 
 

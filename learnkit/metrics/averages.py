@@ -105,7 +105,7 @@ def warn_unless_mean(metric: AvgMetric, learn: Learner) -> None:
         warn_user(
             f'{metric.name} of a batch is {whole}, and the mean of its halves is {mean}: the mean over '
             'batches is not its value of the data set. Compute it once over all samples, with `AccumMetric(f)`, or '
-            'give `Learner(weight_func=)` if it is a mean over something else than samples.'
+            'pass `Learner(weight_func=)` if it is a mean over something else than samples.'
         )
 
 

@@ -3,7 +3,7 @@
 
 Single-label scores use the class with the highest score along `axis`. Multi-label scores (`...Multi`) predict each
 label whose sigmoid is at least `thresh`. The predicted classes of a data set are kept on their device until the value
-is read. Columns are named like scikit-learn's functions, as in fastai (`f1_score`). A dict gives other names:
+is read. Columns are named like scikit-learn's functions, as in fastai (`f1_score`). A dict sets other names:
 `{'f1': F1Score(average='macro')}`.
 
 `average` is 'binary' (the score of class `pos_label` of two), 'macro' (mean over the occurring classes), 'weighted'

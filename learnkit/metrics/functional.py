@@ -287,7 +287,7 @@ def correlate(x: Tensor, y: Tensor) -> Tensor:
 class BrierScore(SumMetric):
     """Mean squared error of the softmax, `sum_c (p_c - [t == c])**2`, halved for two classes, as in scikit-learn.
 
-    fastai's version uses the predicted class, which gives an error rate; this version uses probabilities.
+    fastai's version uses the predicted class, which is an error rate; this version uses probabilities.
 
     >>> round(BrierScore()(torch.tensor([[.25, .75]]).log(), torch.tensor([1])), 4)
     0.0625

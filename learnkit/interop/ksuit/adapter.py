@@ -441,7 +441,7 @@ class _FromKsuit(CallbackAdapter):
             raise
 
     def _stop_early(self) -> None:
-        "End the fit, and save a checkpoint with the tag that Noether's trainer gives it."
+        "End the fit, and save a checkpoint with the tag that Noether's trainer uses."
         if self.learn.world.is_first and not self.learn.run.stopping:
             tag = f'{self.progress()}.early_exit'
             trainer = self.services['trainer']

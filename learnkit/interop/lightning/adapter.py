@@ -153,7 +153,7 @@ class _FromLightning(CallbackAdapter):
         check_has_trainer(cb)
 
     def on_added(self) -> None:
-        "Have the hooks called by the Learner's `LightningRun`, and give the callback its `log`."
+        "Have the hooks called by the Learner's `LightningRun`, and set the callback's `log`."
         host = find_or_add(self.learn, LightningRun)
         host.bind_events()
         self.wrapped.log, self.wrapped.log_dict = host.logged.log, host.logged.log_dict

@@ -140,11 +140,11 @@ class TrainerAttributes(View):
 
     @property
     def is_over(self) -> bool:
-        "True if a limit of steps or a callback ends the fit behind the current batch."
+        "True if a limit of steps or a callback ends the fit after the current batch."
         return self.is_stop_due or self.global_step >= self.max_steps != -1
 
     def stop_if_due(self) -> None:
-        "End the fit behind the current batch or epoch, if it is to end."
+        "End the fit after the current batch or epoch, if it is to end."
         learn = self.learn
         if learn is not None and learn.fitting and self.is_over:
             learn.stop()

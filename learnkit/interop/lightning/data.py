@@ -93,7 +93,7 @@ class LoaderSource:
         return dict(zip(names, map(self._prepare_loader, loaders), strict=True))
 
     def _convert(self, loader: Any, is_training: bool) -> Any:
-        "Return several loaders that give their batches at once as one loader."
+        "Return several loaders that yield their batches together as one loader."
         if is_combined(loader):
             is_one = is_training or loader._mode != 'sequential'
             return CombinedLoader(loader.iterables, loader._mode) if is_one else loader

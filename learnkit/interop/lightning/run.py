@@ -198,7 +198,7 @@ class LightningRun(LightningHost):
         self.forget_batch()
 
     def _log_batch(self, is_step: bool) -> None:
-        "Log the values of the batch, and end the fit behind it if it is to end."
+        "Log the values of the batch, and end the fit after it if it is to end."
         learn, steps = self.learn, self.logged.steps
         if learn.training:
             self._has_stepped = is_step

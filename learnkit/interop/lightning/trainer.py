@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Trainer`: Lightning's Trainer with a Learner behind it."""
+"""`Trainer`: Lightning's Trainer that trains with a Learner."""
 
 from __future__ import annotations
 
