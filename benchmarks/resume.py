@@ -40,7 +40,7 @@ from benchmarks import environments
 from benchmarks.cli import names_of
 from benchmarks.environments import ROOT
 from benchmarks.programs import resume_task as task
-from tests.peers.rows import define_torchvision_operators
+from tests.peers.rows import import_torchvision
 
 __all__ = ['PACKAGES', 'Outcome', 'judge_kill', 'main']
 
@@ -101,7 +101,7 @@ def serve(name: str, kills: int, folder: Path) -> dict[str, Any]:
     os.environ['KERAS_BACKEND'] = 'torch'
     torch.set_num_threads(1)
     if name != 'learnkit':
-        define_torchvision_operators()  # for packages that import torchvision
+        import_torchvision()  # for packages that import torchvision
     train = importlib.import_module(f'benchmarks.programs.resume_{name}').train
     straight, again = (Life(train, folder / f'unbroken{i}').end() for i in range(2))
     interval = task.BATCHES if name in BY_EPOCH else task.SAVE_EVERY

@@ -24,12 +24,12 @@ from tests.peers.rows import (
     TOO_FAR,
     Row,
     compare_numbers,
-    define_torchvision_operators,
+    import_torchvision,
     quiet_folder,
     snippets,
 )
 
-define_torchvision_operators()
+import_torchvision()
 
 import composer.algorithms as algorithms  # noqa: E402  # after the operators
 import composer.callbacks as callbacks  # noqa: E402

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.peers.rows import define_torchvision_operators
+from tests.peers.rows import import_torchvision
 
-define_torchvision_operators()
+import_torchvision()
 
 from fastai.vision import all as vision  # noqa: E402  # after the operators
 from PIL import Image  # noqa: E402

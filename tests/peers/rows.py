@@ -89,15 +89,22 @@ def snippets(guide: Path) -> Iterator[tuple[str, str]]:
             yield title, blocks[0]
 
 
-def define_torchvision_operators() -> None:
-    """Let torchvision be imported beside a torch for which it was not compiled.
+def import_torchvision() -> None:
+    """Import torchvision if it is installed, also beside a torch for which it was not compiled.
 
-    Its import describes two compiled operators, which nothing here calls: they are declared."""
+    Its import then fails at two compiled operators, which nothing here calls: they are declared, and the import is
+    repeated. Where they are compiled, a second declaration would end the process."""
     import torch
 
-    signature = '(Tensor dets, Tensor scores, float iou_threshold) -> Tensor'
-    for operator in ('nms', 'qnms'):
-        torch.library.define(f'torchvision::{operator}', signature)
+    try:
+        import torchvision
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition('.')[0] == 'torchvision']:
+            del sys.modules[name]
+        signature = '(Tensor dets, Tensor scores, float iou_threshold) -> Tensor'
+        for operator in ('nms', 'qnms'):
+            torch.library.define(f'torchvision::{operator}', signature)
+        import torchvision  # noqa: F401
 
 
 def main(name: str, file: str) -> None:

@@ -36,7 +36,7 @@ from tests.peers.rows import (
     TOO_FAR,
     Row,
     compare_numbers,
-    define_torchvision_operators,
+    import_torchvision,
     quiet_folder,
 )
 from tests.peers.wild_bench import SOURCES
@@ -327,7 +327,7 @@ def compare(program: Program, folder: Path) -> Row:
 
 def run_programs(names: Sequence[str]) -> Iterator[Row]:
     "Yield the rows of all programs, or of those with one of the names."
-    define_torchvision_operators()  # torchmetrics imports torchvision
+    import_torchvision()  # torchmetrics imports torchvision
     for name in ('lightning.pytorch', 'lightning.fabric'):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ['MPLBACKEND'] = 'Agg'

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tests.helpers.forks import start
-from tests.peers.rows import define_torchvision_operators
+from tests.peers.rows import import_torchvision
 from tests.sweeps.families import FAMILIES, Family
 from tests.sweeps.verdicts import (
     Verdict,
@@ -131,7 +131,7 @@ def main() -> int:
         check_nothing_is_lost(families, args)
     torch.set_num_threads(1)
     if find_version('torchvision') is not None:
-        define_torchvision_operators()  # for libraries that import torchvision
+        import_torchvision()  # for libraries that import torchvision
     return sum(run_family(family, args) for family in families)
 
 
