@@ -98,6 +98,8 @@ def import_torchvision() -> None:
 
     try:
         import torchvision
+    except ModuleNotFoundError:
+        return
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition('.')[0] == 'torchvision']:
             del sys.modules[name]
