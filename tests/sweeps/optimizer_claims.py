@@ -349,6 +349,8 @@ def load_by_hand(subject: Subject, model: nn.Module) -> Weights:
     loaded.load_state_dict(model.state_dict())
     opt_loaded = build_for(subject, loaded.parameters(), loaded, lr)
     opt_loaded.load_state_dict(opt.state_dict())
+    for group in opt_loaded.param_groups:
+        group['lr'] = lr  # a fit begins with the Learner's rate, as in fastai
     return train_by_hand(subject, loaded, opt=opt_loaded, n_epoch=1, seed=3)[-1]
 
 
