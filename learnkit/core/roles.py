@@ -30,6 +30,17 @@ STATISTICS_NORMS = (*BATCH_NORMS, *INSTANCE_NORMS)  # with `running_mean` and `r
 NORMS = (*STATISTICS_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Return True if the samples of a batch affect each other: batch norm, and instance norm with running statistics.
+
+    >>> has_batch_statistics(nn.InstanceNorm1d(2)), has_batch_statistics(nn.BatchNorm1d(2))
+    (False, True)
+    """
+    has_statistics = getattr(module, 'running_mean', None) is not None
+    is_instance_norm = isinstance(module, INSTANCE_NORMS)
+    return isinstance(module, BATCH_NORMS) or (is_instance_norm and has_statistics)
+
+
 # -- weight decay ----------------------------------------------------------------------------------
 
 

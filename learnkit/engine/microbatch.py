@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkit.core.batch import list_sizes
 from learnkit.core.device import empty_cache
@@ -18,7 +18,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.core.roles import BATCH_NORMS, INSTANCE_NORMS
+from learnkit.core.roles import has_batch_statistics
 from learnkit.core.validation import warn_user
 from learnkit.engine.loss import release_loss
 from learnkit.engine.run import clear_pass
@@ -220,17 +220,6 @@ def warn_of_layers(
         'that the training differs from one with whole batches. Layers without statistics of a batch, such as '
         'nn.GroupNorm, see no difference.'
     )
-
-
-def has_batch_statistics(module: nn.Module) -> bool:
-    """Return True for batch norm, and for instance norm with running statistics.
-
-    >>> has_batch_statistics(nn.InstanceNorm1d(2)), has_batch_statistics(nn.BatchNorm1d(2))
-    (False, True)
-    """
-    has_statistics = getattr(module, 'running_mean', None) is not None
-    is_instance_norm = isinstance(module, INSTANCE_NORMS)
-    return isinstance(module, BATCH_NORMS) or (is_instance_norm and has_statistics)
 
 
 def restore_gradients(learn: Learner, pending: list[tuple[Tensor, Tensor]]) -> None:

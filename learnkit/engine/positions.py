@@ -156,9 +156,8 @@ class TrainingPositions(Source):
         self._current: Iterator[Any] | None = None  # batches of the open pass
         self.iterator: Any = None  # the loader's iterator that yields them
         self.left: Iterator[Any] | None = None  # batches of a pass that an exception has left
-        self.is_drawing = (
-            False  # True while the next batch is awaited; kept when an exception leaves the pass
-        )
+        # True while the next batch is awaited; kept when an exception leaves the pass
+        self.is_drawing = False
         self.is_ending = False  # True while the end of a pass is recorded
         # numbers of batches and steps over all fits when the last batch was drawn
         self.n_trained = self.n_steps = 0

@@ -61,6 +61,7 @@ IN_STEP += ['model', 'loss']
 # with a line that says what is left out, or seen again
 SAID = ['after_cancel_step', 'after_step', 'after_cancel_train', 'after_cancel_validate']
 SAID += ['data set', 'sampler']
+REFUSED = ['optimizer', 'after_cancel_fit']  # within a step, and a fit that has been cancelled
 IN_ORDINARY = ['before_fit', 'before_epoch', 'before_batch', 'loss', 'after_step', 'after_batch']
 IN_ORDINARY += ['before_eval', 'after_epoch', 'data set', 'optimizer']
 
@@ -149,10 +150,7 @@ def make(kind: str, fails: bool, order: float = 0) -> Learner:
     options: dict[str, Any] = {}
     if event == 'model':
         options['model'] = Failing(plan, in_training)
-    if kind in (
-        'optimizer',
-        'after_cancel_fit',
-    ):  # part of a step, and a fit that has been cancelled
+    if kind in REFUSED:
         options['opt_func'] = lambda params, lr: FailingAdam(params, lr)
         FailingAdam.plan = plan
     if kind == 'loss':
@@ -228,10 +226,7 @@ def try_again(kind: str, with_replay: bool, capsys: Any, order: float = 0) -> st
 
 def is_right(kind: str, with_replay: bool, outcome: str) -> bool:
     "Return True if the fit was as exact as it can be, and said what was not."
-    if kind in (
-        'optimizer',
-        'after_cancel_fit',
-    ):  # part of a step, and a fit that has been cancelled
+    if kind in REFUSED:
         return outcome == 'refused'
     if kind in SAID or (kind == 'after_cancel_backward' and with_replay):
         return outcome in ('exact, said', 'said')

@@ -13,6 +13,7 @@ import pytest
 
 from learnkit import Callback
 from learnkit.callbacks import checkpoint
+from learnkit.engine.pause import PauseRequest
 from tests.faults.fault_helpers import At, make_learner
 from tests.faults.run_helpers import (
     State,
@@ -118,19 +119,29 @@ def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
     seen: list[Any] = []
     watched = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)
     now = lambda: [signal.getsignal(s) for s in watched]
+
+    def handling_ctrl_c() -> Any:
+        "Return what the handler of the run calls at this moment."
+        owner = signal.getsignal(signal.SIGINT).__self__  # type: ignore[union-attr]
+        return owner._handler
+
     kept = signal.signal(signal.SIGTERM, own_handler)
     try:
         before = now()
         learn = checkpointed(tmp_path)(
-            Callback(after_batch=lambda cb: seen.append(now()), cleanup=lambda cb: 1 / 0)
+            Callback(
+                after_batch=lambda cb: seen.append([*now(), handling_ctrl_c()]),
+                cleanup=lambda cb: 1 / 0,
+            )
         )
         for run in (lambda: learn.fit(1), lambda: learn.fit(1), learn.validate, learn.get_preds):
             with pytest.raises(ZeroDivisionError):
                 run()
             assert now() == before
-        # Ctrl-C is handled by every run, SIGTERM by a fit, and nothing else by anyone
+        # Ctrl-C in a batch is handled by the fit, and outside of fits as before
         assert seen[0][0] is not own_handler and seen[0][1] == before[1]
-        assert seen[-1][:2] == before[:2]
+        assert seen[0][3].__func__ is PauseRequest.receive_interrupt
+        assert seen[-1][:2] == before[:2] and seen[-1][3] is before[2]
     finally:
         signal.signal(signal.SIGTERM, kept)
 

@@ -192,7 +192,6 @@ def write_between(
     text: str,
 ) -> None:
     "Replace the text between two lines of a page."
-    read_between(page, start, end)
-    before, _, rest = page.read_text('utf-8').partition(start)
-    after = rest.partition(end)[2]
-    page.write_text(f'{before}{start}\n{text}\n{end}{after}', 'utf-8')
+    found = f'{start}{read_between(page, start, end)}{end}'
+    written = page.read_text('utf-8').replace(found, f'{start}\n{text}\n{end}', 1)
+    page.write_text(written, 'utf-8')
